@@ -1,0 +1,78 @@
+"""A compute-graph engine in pure Python, GGML in spirit: graphs of named ops, planned once, run on numba-compiled kernels.
+
+    import pyggml as pg
+    x = pg.tensor([128, 5], "f32", name="x")
+    y = pg.cumsum(x, dim=1)
+    out = pg.compute(y, {x: array})
+
+Every op is a function here by its lower-case name. Shapes (`ne`) and dims are ggml's, dim 0 innermost; arrays are NumPy's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pyggml import errors
+from pyggml.dtypes import dtype
+from pyggml.errors import PyggmlError
+from pyggml.graph import Graph
+from pyggml.registry import find_op, kernel, load_ops, op
+from pyggml.tensor import Tensor, raw_tensor, tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+__version__ = "0.1.0"
+
+
+def compute(outputs: Tensor | Sequence[Tensor], feeds: Mapping[Tensor, np.ndarray] | None = None, *, backend: str = "cpu",
+            threads: int | None = None, **options: Any) -> Any:
+    """Build the graph of `outputs`, run it once, and give their values as NumPy arrays (shape = ne reversed, without
+    leading ones): one array, or a tuple when several outputs are asked for. `feeds` gives the inputs' arrays.
+
+    >>> import numpy as np
+    >>> x = tensor([3], "f32", name="x")
+    >>> compute(cumsum(x), {x: np.ones(3, np.float32)}, backend="reference")
+    array([1., 2., 3.])
+    """
+    from pyggml.backends import open_backend
+    from pyggml.backends.base import natural_shape
+
+    many = not isinstance(outputs, Tensor)
+    outs = tuple(outputs) if many else (outputs,)
+    if threads is not None:
+        options["threads"] = threads
+    runner = open_backend(backend, **options).compile(Graph(outs))
+    for t, value in (feeds or {}).items():
+        runner.set(t, value)
+    runner.run()
+    results = tuple(runner.get(t).reshape(natural_shape(t)) for t in outs)
+    return results if many else results[0]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+        value = getattr(import_module(_LAZY[name]), name)
+    else:
+        if name.startswith("_"):
+            raise AttributeError(f"module 'pyggml' has no attribute {name!r}")
+        found = {d.__name__: d for d in load_ops().values()} | _aliases()
+        if name not in found:
+            raise AttributeError(f"module 'pyggml' has no op or attribute {name!r}")
+        value = found[name]
+    globals()[name] = value
+    return value
+
+
+_LAZY = {"load_model": "pyggml.models", "mamba2_layer": "pyggml.models.layers", "Sampler": "pyggml.runtime.sampling", "open_backend": "pyggml.backends"}
+
+
+def _aliases() -> dict[str, Any]:
+    from pyggml.ops import reduce, triangular
+    return {**reduce.ALIASES, **triangular.ALIASES}
+
+
+__all__ = ["Graph", "PyggmlError", "Tensor", "compute", "dtype", "errors", "find_op", "kernel", "load_ops", "op", "raw_tensor", "tensor"]

@@ -1,0 +1,71 @@
+"""What a backend must offer. A plan is made for it once; its runner then only moves data and calls kernels."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from pyggml.dtypes import BF16, bf16_to_f32
+from pyggml.errors import GraphError, ShapeError
+from pyggml.graph import Graph
+from pyggml.plan import Plan
+from pyggml.tensor import Node, Tensor, encode
+
+
+class Runner(Protocol):
+    """A plan bound to memory. Inputs are set, `run` computes, results are read."""
+
+    plan: Plan
+
+    def set(self, t: Tensor, value: np.ndarray) -> None:
+        """Fill an input. The array's shape is t.ne reversed (leading ones may be dropped)."""
+
+    def get(self, t: Tensor) -> np.ndarray:
+        """A copy of a tensor's value in NumPy order; BF16 comes as float32."""
+
+    def run(self) -> None:
+        """Compute all steps."""
+
+
+class Backend(Protocol):
+    """Kernels and memory of one kind of device. Options are given when it is opened; nothing is read from the environment."""
+
+    name: str
+
+    def refuses(self, node: Node) -> str | None:
+        """None when a kernel takes the node, else the reason in words."""
+
+    def compile(self, graph: Graph) -> Runner:
+        """Plan the graph and bind it to memory. UnsupportedOp names every node that no kernel takes."""
+
+
+def check_array(t: Tensor, value: np.ndarray) -> np.ndarray:
+    """`value` as stored type of t with t's four dims in NumPy order; ShapeError when the shapes differ."""
+    want = t.ne[::-1]
+    shape = tuple(value.shape)
+    if (1,) * (4 - len(shape)) + shape != want:
+        raise ShapeError(f"{t.name or 'input'}: an array of shape {shape} was given; ne {list(t.ne)} takes shape {_natural(want)}")
+    return encode(value, t.dtype).reshape(want)
+
+
+def natural_shape(t: Tensor) -> tuple[int, ...]:
+    """NumPy shape of a tensor without the leading ones that ggml adds."""
+    return _natural(t.ne[::-1])
+
+
+def _natural(shape: tuple[int, ...]) -> tuple[int, ...]:
+    first = next((i for i, n in enumerate(shape) if n > 1), 3)
+    return shape[first:]
+
+
+def decode(t: Tensor, stored: np.ndarray) -> np.ndarray:
+    """A contiguous copy of a tensor's stored value; BF16 bits become float32."""
+    return bf16_to_f32(stored) if t.dtype is BF16 else np.array(stored, order="C")
+
+
+def require_inputs_set(graph: Graph, given: set[int]) -> None:
+    """GraphError that names inputs without data."""
+    missing = [t.name for t in graph.inputs if id(t) not in given]
+    if missing:
+        raise GraphError(f"inputs without data: {', '.join(missing)}")

@@ -1,0 +1,1 @@
+"""The CPU machine room: SIMD intrinsics, the kernel compiler and its cache, the tape and the thread team."""

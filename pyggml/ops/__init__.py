@@ -1,0 +1,1 @@
+"""Op families: one folder each with declarations (defs.py) and kernels (cpu.py)."""

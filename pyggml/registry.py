@@ -1,0 +1,264 @@
+"""The one table of ops and kernels that all else is generated from: public functions, tests, reports, docs.
+
+An op is declared by its shape rule, next to its NumPy reference, cost and cases:
+
+    @op("CUMSUM", inputs="x")
+    def cumsum(x, *, dim=0):
+        \"\"\"Running sum along `dim`.\"\"\"
+        return like(x)
+
+    @cumsum.reference
+    def _(x, *, dim):
+        return np.cumsum(x, axis=-1 - dim)
+
+The decorated name is the op itself, and calling it builds a node: `y = cumsum(x, dim=1)`. Parameters after the inputs
+are attributes. Kernels are plain functions registered beside it with `@kernel("CUMSUM", "cpu")`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pyggml.dtypes import DType
+from pyggml.errors import DTypeError, ParamError, ShapeError
+from pyggml.tensor import Node, Shape, Tensor
+
+OPS: dict[str, OpDef] = {}
+FAMILIES = ("pointwise", "layout", "reduce", "norm", "triangular", "matmul", "attention", "ssm")
+
+
+class Spec(NamedTuple):
+    """What a rule says of one output: type and dims; for a view also its strides, source and offset in bytes."""
+
+    dtype: DType
+    ne: Shape
+    nb: Shape | None = None
+    view_of: Tensor | None = None
+    offs: int = 0
+
+
+class Cost(NamedTuple):
+    """Work of one node: floating-point operations and bytes that must move (each input and output once)."""
+
+    flops: float
+    nbytes: float
+
+
+class Pointwise(NamedTuple):
+    """What makes an op pointwise, and so fusable: a scalar expression over its inputs `a`, `b`, `c` and the attributes
+    named in `params`. `halves`: a and b are the two halves of the only input's rows (a fused GLU; `swapped` exchanges them)."""
+
+    expr: str
+    params: tuple[str, ...] = ()
+    halves: bool = False
+
+
+def like(x: Tensor, dt: DType | None = None) -> Spec:
+    """A new contiguous tensor of x's dims."""
+    return Spec(dt or x.dtype, x.ne)
+
+
+def out(dt: DType, *ne: int) -> Spec:
+    """A new contiguous tensor of these dims."""
+    a, b, c, d = (*ne, 1, 1, 1)[:4]
+    return Spec(dt, (a, b, c, d))
+
+
+def require(ok: bool, op_name: str, message: str, error: type[Exception] = ShapeError) -> None:
+    """Raise `error` with `OP: message` unless ok. Rules call it, so a message stands next to the user's line."""
+    if not ok:
+        raise error(f"{op_name}: {message}")
+
+
+def require_type(op_name: str, arg: str, x: Tensor, *types: DType) -> None:
+    """DTypeError unless x has one of these types."""
+    if x.dtype not in types:
+        raise DTypeError(f"{op_name}: {arg} is {x.dtype.name}; legal: {', '.join(t.name for t in types)}")
+
+
+class OpDef:
+    """One op: `name` as in ggml, `inputs`, `attrs` with defaults, `outputs`, and the functions attached to it.
+
+    `view`: the output shares the input's memory and no kernel runs. `inplace`: index of the input whose memory the
+    first output shares and the kernel writes (SET_ROWS, CPY). `moves_data`: the op computes nothing (reports count it).
+    """
+
+    def __init__(self, name: str, rule: Callable[..., Spec | tuple[Spec, ...]], inputs: tuple[str, ...], outputs: tuple[str, ...],
+                 family: str, view: bool, inplace: int | None, moves_data: bool, limit: float) -> None:
+        self.name = name
+        self.rule = rule
+        self.inputs = inputs
+        self.outputs = outputs
+        self.family = family
+        self.view = view
+        self.inplace = inplace
+        self.moves_data = moves_data
+        self.limit = limit
+        self.pointwise: Pointwise | None = None
+        self.kernels: dict[str, list[KernelDef]] = {}
+        self._reference: Callable[..., Any] | None = None
+        self._cost: Callable[[Node], Cost] | None = None
+        self._cases: Callable[[], Iterator[Any]] | None = None
+        sig = inspect.signature(rule)
+        self.__doc__ = rule.__doc__
+        self.__name__ = rule.__name__
+        self.__module__ = rule.__module__
+        self.__signature__ = sig
+        self._names = tuple(sig.parameters)
+        if self._names[: len(inputs)] != inputs:
+            raise ParamError(f"{name}: the rule's first parameters {self._names} must be the inputs {inputs}")
+        self._n_positional = sum(p.kind is not p.KEYWORD_ONLY for p in sig.parameters.values())
+        self._defaults = {k: p.default for k, p in sig.parameters.items() if p.default is not p.empty}
+        self.attrs: dict[str, Any] = {k: self._defaults.get(k) for k in self._names[len(inputs):]}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > self._n_positional:
+            raise ParamError(f"{self.name}: {len(args)} positional arguments; legal: {self.__name__}{self.__signature__}")
+        values = {**self._defaults, **dict(zip(self._names, args, strict=False))}
+        for k, v in kwargs.items():
+            if k not in self._names or k in self._names[: len(args)]:
+                raise ParamError(f"{self.name}: argument {k!r} is unknown or given twice; legal: {self.__name__}{self.__signature__}")
+            values[k] = v
+        for k in self._names:
+            if k not in values:
+                raise ParamError(f"{self.name}: argument {k!r} is missing; legal: {self.__name__}{self.__signature__}")
+        for k in self.inputs:
+            if not (isinstance(values[k], Tensor) or (values[k] is None and self._defaults.get(k, 0) is None)):
+                raise DTypeError(f"{self.name}: {k} is {type(values[k]).__name__}; it must be a tensor")
+        specs = self.rule(**{k: values[k] for k in self._names})
+        many = isinstance(specs, tuple) and not isinstance(specs, Spec)
+        node = Node(self, tuple(values[k] for k in self.inputs), {k: values[k] for k in self.attrs})
+        node.outputs = tuple(_output(node, i, s) for i, s in enumerate(specs if many else (specs,)))  # type: ignore[arg-type]
+        return node.outputs if many else node.outputs[0]
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"
+
+    def reference(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Attach the NumPy float64 reference: arrays in NumPy order (ne reversed) in, attributes by keyword, array(s) out."""
+        self._reference = fn
+        return fn
+
+    def cost(self, fn: Callable[[Node], Cost]) -> Callable[[Node], Cost]:
+        """Attach the cost model of a node; without one an op costs one FLOP per output element and its bytes once."""
+        self._cost = fn
+        return fn
+
+    def cases(self, fn: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+        """Attach a generator of test cases (pyggml.cases)."""
+        self._cases = fn
+        return fn
+
+    @property
+    def reference_fn(self) -> Callable[..., Any]:
+        """The NumPy reference."""
+        if self._reference is None:
+            raise ParamError(f"{self.name}: no reference was registered with @{self.__name__}.reference")
+        return self._reference
+
+    def all_cases(self) -> list[Any]:
+        """All cases of the op; an empty list when none are registered."""
+        return list(self._cases()) if self._cases is not None else []
+
+    def cost_of(self, node: Node) -> Cost:
+        """FLOPs and bytes of a node of this op."""
+        if self._cost is not None:
+            return self._cost(node)
+        if self.view:
+            return Cost(0, 0)
+        moved = default_bytes(node)
+        return Cost(0 if self.moves_data else node.out.n_elements, moved)
+
+
+def default_bytes(node: Node) -> float:
+    """Bytes of all distinct inputs and of the outputs, each once."""
+    seen = {id(t): t for t in (*node.src, *node.outputs) if t is not None}
+    return float(sum(t.n_elements // t.dtype.block * t.dtype.nbytes for t in seen.values()))
+
+
+def _output(node: Node, index: int, spec: Spec) -> Tensor:
+    if spec.view_of is None:
+        return Tensor(spec.dtype, spec.ne, spec.nb, node=node, index=index)
+    base = spec.view_of
+    return Tensor(spec.dtype, spec.ne, spec.nb, node=node, index=index, root=base.root, offs=base.offs + spec.offs,
+                  name=f"{base.name} (view)" if base.name else "")
+
+
+def op(name: str, inputs: str, *, outputs: str = "out", view: bool = False, inplace: int | None = None, moves_data: bool = False,
+       limit: float = 1e-7, family: str = "user") -> Callable[[Callable[..., Any]], OpDef]:
+    """Register an op from its shape rule. `inputs` and `outputs` are names separated by blanks; `limit` is the NMSE limit
+    of float32 kernels against the reference. The rule sees tensors, never data, and returns one Spec or a tuple of them."""
+
+    def register(rule: Callable[..., Any]) -> OpDef:
+        module = rule.__module__.split(".")
+        fam = module[2] if module[:2] == ["pyggml", "ops"] else family
+        d = OpDef(name, rule, tuple(inputs.split()), tuple(outputs.split()), fam, view, inplace, moves_data or view, limit)
+        OPS[name] = d
+        return d
+
+    return register
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDef:
+    """A kernel of one backend. `when(node)` gives None when it takes the node, else the reason; the rest is the
+    backend's (see pyggml.cpu.compile for the CPU's options)."""
+
+    name: str
+    fn: Callable[..., Any]
+    when: Callable[[Node], str | None] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def refuses(self, node: Node) -> str | None:
+        """None when the kernel takes the node, else why not."""
+        return self.when(node) if self.when is not None else None
+
+
+def kernel(op_name: str, backend: str, *, when: Callable[[Node], str | None] | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a kernel. Later registrations are tried first, so the general kernel stands first in its file."""
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        find_op(op_name).kernels.setdefault(backend, []).insert(0, KernelDef(fn.__name__, fn, when, options))
+        return fn
+
+    return register
+
+
+def find_op(name: str) -> OpDef:
+    """The op of that name (case does not matter)."""
+    found = OPS.get(name.upper())
+    if found is None:
+        raise ParamError(f"unknown op {name!r}; known: {', '.join(sorted(OPS))}")
+    return found
+
+
+def load_ops() -> dict[str, OpDef]:
+    """All ops, with every family's declarations imported."""
+    for family in FAMILIES:
+        importlib.import_module(f"pyggml.ops.{family}.defs")
+    return OPS
+
+
+def load_kernels(backend: str) -> None:
+    """Import the kernels of every family for a backend; a family without such a file has none."""
+    load_ops()
+    for family in FAMILIES:
+        name = f"pyggml.ops.{family}.{backend}"
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+
+
+def choose_kernel(node: Node, backend: str) -> tuple[KernelDef | None, str]:
+    """The first kernel that takes the node, or None and every kernel's reason."""
+    reasons = []
+    for k in node.op.kernels.get(backend, ()):
+        why = k.refuses(node)
+        if why is None:
+            return k, ""
+        reasons.append(f"{k.name}: {why}")
+    return None, "; ".join(reasons) or f"no {backend} kernel is registered"
