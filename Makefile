@@ -17,14 +17,14 @@ help:
 	@echo "make clean  remove .venv, build folders and caches of the checkout"
 
 demo: $(VENV)/.installed
-	@$(VENV)/bin/pyggml demo
+	@$(PY) -m pyggml demo
 
 test: $(VENV)/.installed-test
 	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-test
-	@$(VENV)/bin/ruff check .
-	@$(VENV)/bin/mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

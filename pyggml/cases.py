@@ -27,7 +27,8 @@ Fill = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An input of a case: type, ne, byte strides (None: contiguous), and how to fill it (NumPy order, float64 or int64)."""
+    """An input of a case: type, ne, byte strides (None: contiguous), and how to fill it (NumPy order, float64 or int64).
+    One of a block type is a constant of random blocks, its values within about [-1, 1]."""
 
     dtype: DType
     ne: Shape
@@ -36,7 +37,24 @@ class Leaf:
 
     def tensor(self, name: str) -> Tensor:
         """A fresh input tensor."""
-        return Tensor(self.dtype, self.ne, self.nb, name=name)
+        t = Tensor(self.dtype, self.ne, self.nb, name=name)
+        if self.dtype.is_quantized:
+            t.data = random_blocks(self.dtype, t.nbytes // self.dtype.nbytes, np.random.default_rng((self.dtype.gguf_id, *self.ne)))
+        return t
+
+
+# Where a block holds float16 scales (byte offsets), and the size of each that makes weights of about 1.
+_SCALES: dict[str, tuple[tuple[int, float], ...]] = {
+    "q8_0": ((0, 1 / 128),), "q4_0": ((0, 1 / 8),), "q4_K": ((0, 1 / 945), (2, 1 / 126)), "q5_K": ((0, 1 / 1953), (2, 1 / 126)), "q6_K": ((208, 1 / 4096),),
+}
+
+
+def random_blocks(dt: DType, n: int, rng: np.random.Generator) -> np.ndarray:
+    """Bytes of n random blocks of a type (uint8, one dim)."""
+    raw = rng.integers(0, 256, (n, dt.nbytes), dtype=np.uint8)
+    for at, scale in _SCALES[dt.name]:
+        raw[:, at:at + 2] = rng.uniform(scale / 2, scale, (n, 1)).astype("<f2").view(np.uint8)
+    return raw.reshape(-1)
 
 
 def uniform(lo: float, hi: float) -> Fill:
@@ -126,9 +144,9 @@ class Case:
         return np.random.default_rng(int.from_bytes(hashlib.sha256(str(self).encode()).digest()[:8], "little"))
 
     def data(self) -> list[np.ndarray | None]:
-        """Values of the inputs in NumPy order (float64 or int64, not yet rounded to the input's type)."""
+        """Values of the inputs in NumPy order (float64 or int64, not yet rounded to the input's type); None for constants."""
         rng = self.rng()
-        return [None if x is None else np.asarray(x.fill(rng, x.ne[::-1])) for x in self.inputs]
+        return [None if x is None or x.dtype.is_quantized else np.asarray(x.fill(rng, x.ne[::-1])) for x in self.inputs]
 
 
 def _text(v: Any) -> str:

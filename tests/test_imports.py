@@ -19,7 +19,7 @@ LAYERS = {
     "ops": ["ops", "ops.*", "quants", "quants.*"],  # declarations, rules, NumPy references
     "graph": ["graph"],
     "plan": ["plan"],
-    "simd": ["cpu", "cpu.level", "cpu.simd"],  # instruction sets and intrinsics
+    "simd": ["cpu", "cpu.level", "cpu.simd", "cpu.mathf"],  # instruction sets and intrinsics
     "kernels": ["ops.*.cpu", "ops.*.cuda", "quants.*_cpu"],
     "backends": ["backends", "backends.*", "cpu", "cpu.*"],
     "gguf": ["gguf", "gguf.*"],
@@ -88,10 +88,10 @@ def imports(source: str, modules: dict[str, Path]) -> Iterator[tuple[str, int, b
 
     def walk(node: ast.AST, in_function: bool) -> Iterator[tuple[str, int, bool]]:
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            children: list[ast.stmt] = node.orelse
+            children: list[ast.AST] = [*node.orelse]
         else:
-            yield from ((t, node.lineno, in_function) for t in targets(node))
-            children = list(ast.iter_child_nodes(node))
+            yield from ((target, getattr(node, "lineno", 0), in_function) for target in targets(node))
+            children = [*ast.iter_child_nodes(node)]
         in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in children:
             yield from walk(child, in_function)
@@ -144,7 +144,7 @@ def run(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
-def test_imports_go_downwards(modules):
+def test_imports_go_downwards(modules: dict[str, Path]) -> None:
     found = [line for name, path in modules.items() for line in wrong_imports(name, path.read_text("utf-8"), modules)]
     assert not found, "\n".join(found)
 
@@ -164,7 +164,7 @@ def test_imports_go_downwards(modules):
         ("tools.run", "import models", "models"),
     ],
 )
-def test_a_wrong_import_is_found(module, source, target, modules):
+def test_a_wrong_import_is_found(module: str, source: str, target: str, modules: dict[str, Path]) -> None:
     (found,) = wrong_imports(f"pyggml.{module}", source, modules)
     assert target in found
 
@@ -180,31 +180,31 @@ def test_a_wrong_import_is_found(module, source, target, modules):
         ("tools.run", "import pyggml as pg"),
     ],
 )
-def test_a_right_import_passes(module, source, modules):
+def test_a_right_import_passes(module: str, source: str, modules: dict[str, Path]) -> None:
     assert not wrong_imports(f"pyggml.{module}", source, modules)
 
 
-def test_import_pyggml_loads_numpy_and_nothing_heavier(root):
+def test_import_pyggml_loads_numpy_and_nothing_heavier(root: Path) -> None:
     done = run(f"import json, sys, pyggml; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))", root)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
 
 
 @pytest.mark.parametrize("folder", ["models", "tools"])
-def test_top_level_folder_refuses_its_plain_name(folder, root):
+def test_top_level_folder_refuses_its_plain_name(folder: str, root: Path) -> None:
     done = run(f"import {folder}", root)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: ")
     assert f"pyggml.{folder}" in done.stderr.splitlines()[-1]
 
 
-def test_modules_are_short(modules):
+def test_modules_are_short(modules: dict[str, Path]) -> None:
     lines = {name: len(path.read_text("utf-8").splitlines()) for name, path in modules.items()}
     long = {name: n for name, n in lines.items() if n > MAX_LINES}
     assert long.keys() == LONG_TABLES.keys(), f"modules of more than {MAX_LINES} lines: {long}"
 
 
-def test_environment_is_not_an_interface(modules):
+def test_environment_is_not_an_interface(modules: dict[str, Path]) -> None:
     found = [
         f"{name}:{line}: {variable}"
         for name, path in modules.items()
@@ -227,5 +227,5 @@ def test_environment_is_not_an_interface(modules):
         ("import os.path", None),
     ],
 )
-def test_a_read_of_the_environment_is_found(source, variable):
+def test_a_read_of_the_environment_is_found(source: str, variable: str | None) -> None:
     assert [name for name, _ in environment_reads(source)] == ([variable] if variable else [])

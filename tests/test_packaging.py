@@ -1,7 +1,6 @@
 """The wheel and the sdist: what they hold, and that the wheel works in an environment that has never seen the checkout."""
 
 import email
-import email.message
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ print(pg.Graph([y]).n_nodes, pg.compute(y, {x: np.ones((2, 4), np.float32)}, bac
 """
 
 
-def run(command: list[str | Path], cwd: Path, ok: bool = True) -> str:
+def run(command: Sequence[str | Path], cwd: Path, ok: bool = True) -> str:
     """stdout of a command that must end with exit code 0 (or not, if not `ok`), without the interpreter settings of this process."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
@@ -72,7 +72,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clean") / "venv"
     venv.create(folder, with_pip=False)
     interpreter = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    pip = [sys.executable, "-m", "pip", "--python", interpreter, "--disable-pip-version-check"]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", interpreter, "--disable-pip-version-check"]
     run([*pip, "install", "--quiet", "--no-index", "--no-deps", wheel], folder)
     (site_packages(interpreter) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return interpreter
@@ -82,7 +82,7 @@ def site_packages(python: Path) -> Path:
     return Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], python.parent).strip())
 
 
-def test_package_list_is_the_tree(root, modules):
+def test_package_list_is_the_tree(root: Path, modules: dict[str, Path]) -> None:
     listed = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
     assert len(listed) == len(set(listed))
     packages = {name for name, path in modules.items() if path.name == "__init__.py"}
@@ -90,7 +90,7 @@ def test_package_list_is_the_tree(root, modules):
     assert {name.rpartition(".")[0] for name in modules if name not in packages} <= packages, "a folder of modules without __init__.py"
 
 
-def test_wheel_holds_the_package_and_nothing_else(root, modules, wheel_names):
+def test_wheel_holds_the_package_and_nothing_else(root: Path, modules: dict[str, Path], wheel_names: set[str]) -> None:
     expected = {f"{name.replace('.', '/')}{'/__init__' if path.name == '__init__.py' else ''}.py" for name, path in modules.items()}
     demo = {f"pyggml/models/demo/{path.name}" for path in (root / "models/demo").iterdir()}
     assert DEMO <= {Path(name).suffix for name in demo}
@@ -98,7 +98,7 @@ def test_wheel_holds_the_package_and_nothing_else(root, modules, wheel_names):
     assert {n for n in wheel_names if not n.startswith(info)} == expected | demo | {"pyggml/py.typed"}
 
 
-def test_sdist_holds_what_a_build_and_a_test_run_need(dists, wheel_names, root):
+def test_sdist_holds_what_a_build_and_a_test_run_need(dists: Path, wheel_names: set[str], root: Path) -> None:
     top = f"pyggml-{VERSION}/"
     with tarfile.open(dists / f"pyggml-{VERSION}.tar.gz") as archive:
         names = {member.name.removeprefix(top) for member in archive if member.isfile()}
@@ -107,7 +107,7 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(dists, wheel_names, root):
     assert sources | tests | {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile"} <= names
 
 
-def test_metadata(wheel, root):
+def test_metadata(wheel: Path, root: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         info = f"pyggml-{VERSION}.dist-info"
         meta = email.message_from_bytes(archive.read(f"{info}/METADATA"))
@@ -121,12 +121,12 @@ def test_metadata(wheel, root):
     assert set(meta.get_all("Provides-Extra", [])) == {"cuda", "cuda12", "ggml", "convert", "plot", "test"}
 
 
-def test_changelog_opens_with_this_version(root):
+def test_changelog_opens_with_this_version(root: Path) -> None:
     heading = re.search(r"^## (\S+)", (root / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert heading and heading[1] == VERSION
 
 
-def test_installed_package_is_imported_under_one_name(python, tmp_path):
+def test_installed_package_is_imported_under_one_name(python: Path, tmp_path: Path) -> None:
     code = """
 import importlib.metadata, importlib.util, pyggml, pyggml.models, pyggml.tools
 print(importlib.metadata.version("pyggml"), pyggml.__version__)
@@ -143,7 +143,7 @@ for name in "models", "tools":
     assert not models.startswith(str(site)) and not tools.startswith(str(site))
 
 
-def test_installed_program_runs(python, tmp_path):
+def test_installed_program_runs(python: Path, tmp_path: Path) -> None:
     out = run([python.with_name("pyggml"), "info"], tmp_path)
     assert "granitehybrid" in out, "info without -m describes the bundled model"
     assert re.search("amx|avx-?512|avx2|portable", out, re.IGNORECASE), "info names the kernel level of this machine"
@@ -151,11 +151,11 @@ def test_installed_program_runs(python, tmp_path):
     assert re.search(r"\brun\b", out) and re.search(r"\binfo\b", out)
 
 
-def test_user_file_is_type_checked_against_the_installed_package_and_runs(python, tmp_path):
+def test_user_file_is_type_checked_against_the_installed_package_and_runs(python: Path, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER_FILE)
     (tmp_path / "wrong.py").write_text("from pyggml.dtypes import dtype\n\nname: bytes = dtype('q8_0').name\n")
-    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", tmp_path / "cache"]
+    mypy: list[str | Path] = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", tmp_path / "cache"]
     out = run([*mypy, "user.py", "wrong.py"], tmp_path, ok=False)
-    (error,) = [line for line in out.splitlines() if ": error: " in line]
-    assert error.startswith("wrong.py:3: error: Incompatible types in assignment")
+    errors = [line for line in out.splitlines() if ": error: " in line]
+    assert len(errors) == 1 and errors[0].startswith("wrong.py:3: error: Incompatible types in assignment"), out
     assert run([python, "user.py"], tmp_path) == "1 4.0\n"

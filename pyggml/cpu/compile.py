@@ -274,7 +274,7 @@ def _temporary_folder() -> Path:
 def _environment_hash(level: str) -> bytes:
     h = hashlib.sha256()
     here = Path(__file__).parent
-    for name in ("simd.py", "compile.py", "level.py"):
+    for name in ("simd.py", "vector.py", "compile.py", "level.py"):
         h.update((here / name).read_bytes())
     h.update(repr((sys.version_info[:3], metadata.version("numba"), metadata.version("llvmlite"), level, cpu_level.machine(), sys.platform,
                    cpu_level.numba_target(level))).encode())

@@ -23,32 +23,31 @@ _BITS: dict[str, tuple[np.dtype[np.unsignedinteger[Any]], int]] = {
     "f64": (np.dtype("<u8"), 0x7FF0_0000_0000_0000),
 }
 
-# Where the blocks of a type keep floats (scales and minima): their type, and their byte offsets in the block, as in the
-# structs of ggml-common.h. Types whose scales are packed into other bits (iq1_m, mxfp4, nvfp4) are not here.
-_SCALES: dict[str, tuple[str, tuple[int, ...]]] = {
-    "q4_0": ("f16", (0,)),
-    "q4_1": ("f16", (0, 2)),
-    "q5_0": ("f16", (0,)),
-    "q5_1": ("f16", (0, 2)),
-    "q8_0": ("f16", (0,)),
-    "q8_1": ("f16", (0, 2)),
-    "q2_K": ("f16", (80, 82)),
-    "q3_K": ("f16", (108,)),
-    "q4_K": ("f16", (0, 2)),
-    "q5_K": ("f16", (0, 2)),
-    "q6_K": ("f16", (208,)),
-    "q8_K": ("f32", (0,)),
-    "iq1_s": ("f16", (0,)),
-    "iq2_xxs": ("f16", (0,)),
-    "iq2_xs": ("f16", (0,)),
-    "iq2_s": ("f16", (0,)),
-    "iq3_xxs": ("f16", (0,)),
-    "iq3_s": ("f16", (0,)),
-    "iq4_nl": ("f16", (0,)),
-    "iq4_xs": ("f16", (0,)),
-    "tq1_0": ("f16", (52,)),
-    "tq2_0": ("f16", (64,)),
-    "q1_0": ("f16", (0,)),
+# Where the blocks of a type keep half floats (scales and minima): byte offsets in the block, as in the structs of
+# ggml-common.h. Not here: types whose scales are packed into other bits (iq1_m, mxfp4, nvfp4), and those that only hold
+# activations and are never stored (q8_1, q8_K).
+_SCALES: dict[str, tuple[int, ...]] = {
+    "q4_0": (0,),
+    "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
+    "q8_0": (0,),
+    "q2_K": (80, 82),
+    "q3_K": (108,),
+    "q4_K": (0, 2),
+    "q5_K": (0, 2),
+    "q6_K": (208,),
+    "iq1_s": (0,),
+    "iq2_xxs": (0,),
+    "iq2_xs": (0,),
+    "iq2_s": (0,),
+    "iq3_xxs": (0,),
+    "iq3_s": (0,),
+    "iq4_nl": (0,),
+    "iq4_xs": (0,),
+    "tq1_0": (52,),
+    "tq2_0": (64,),
+    "q1_0": (0,),
 }
 
 
@@ -106,10 +105,8 @@ def _padding(file: GGUFFile, after: str, start: int, end: int) -> Iterator[str]:
 
 def _numbers(file: GGUFFile, tensor: TensorInfo) -> Iterator[str]:
     name = tensor.dtype.name
-    if not tensor.dtype.is_float and name not in _SCALES:
-        return
-    form, columns = (name, (0,)) if tensor.dtype.is_float else _SCALES[name]
-    bits, infinity = _BITS[form]
+    columns = (0,) if tensor.dtype.is_float else _SCALES.get(name, ())
+    bits, infinity = _BITS[name if tensor.dtype.is_float else "f16"]
     raw = file.raw(tensor.name).reshape(-1, tensor.dtype.nbytes)  # [blocks, bytes of a block]
     rows = _STEP // tensor.dtype.nbytes
     nan = infinite = 0

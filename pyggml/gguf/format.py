@@ -65,7 +65,7 @@ NUMPY_TYPES: dict[GGUFValueType, np.dtype] = {
 }
 """The NumPy type that holds one value; strings and arrays have none."""
 
-_BY_LABEL = {str(t): t for t in GGUFValueType}
+_SCALARS = {str(t): t for t in GGUFValueType if t is not GGUFValueType.ARR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,8 @@ class KeyType:
     item: GGUFValueType | None = None
 
     def __post_init__(self) -> None:
-        if (self.value is GGUFValueType.ARR) != (self.item is not None):
-            raise FormatError(f"value type {self.value}: found element type {self.item}, legal one for arr and none for all others")
-        if self.item is GGUFValueType.ARR:
-            raise FormatError("value type arr[arr]: found an array of arrays, legal elements are numbers, bools and strings")
+        if (self.value is GGUFValueType.ARR) != (self.item is not None) or self.item is GGUFValueType.ARR:
+            raise fault("value type", f"{self.value} with element type {self.item}", "arr with a type other than arr, all others with none")
 
     def __str__(self) -> str:
         return str(self.value) if self.item is None else f"arr[{self.item}]"
@@ -98,11 +96,11 @@ class KeyType:
             return spec
         if isinstance(spec, GGUFValueType):
             return cls(spec)
-        label, bracket, rest = spec.partition("[")
-        value, item = _BY_LABEL.get(label), _BY_LABEL.get(rest[:-1]) if rest.endswith("]") else None
-        if value is None or bool(bracket) != (item is not None):
-            raise fault(where, f"value type {spec!r}", f"{' '.join(_BY_LABEL)} and, for arrays, arr[...] around one of them")
-        return cls(value, item)
+        is_array = spec.startswith("arr[") and spec.endswith("]")
+        found = _SCALARS.get(spec[4:-1] if is_array else spec)
+        if found is None:
+            raise fault(where, f"value type {spec!r}", f"{' '.join(_SCALARS)} and, for arrays, arr[...] around one of them")
+        return cls(GGUFValueType.ARR, found) if is_array else cls(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ class GGUFFile:
     `metadata` maps keys to values in the file's order: str, int, float and bool; arrays of numbers and bools are read-only
     NumPy arrays of exactly the file's type, arrays of strings are StringArray (decoded when first looked into; bytes that
     are not UTF-8 are kept as surrogate escapes). `types` has each key's KeyType: `str(f.types[key])` is `u32`, `arr[str]`.
-    `tensors` maps names to TensorInfo in the file's order, types without a kernel included.
+    `tensors` maps names to TensorInfo in the file's order, types without a kernel included. The file is mapped, so it must
+    not be shortened while it is open.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class GGUFFile:
         return self.bytes_at(info.offset, info.nbytes)
 
     def bytes_at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """`nbytes` of the file from byte `offset`, fewer at its end: a read-only view."""
+        """`nbytes` of the file from byte `offset`, fewer at its end: a read-only view. ValueError after `close`."""
         if self._data is None:
             raise ValueError(f"{self.path}: the file is closed")
         return self._data[offset : offset + nbytes]
@@ -333,9 +334,7 @@ def _read_tensor_infos(c: _Cursor, count: int) -> dict[str, tuple[tuple[int, ...
     return infos
 
 
-def _place_tensors(
-    c: _Cursor, infos: dict[str, tuple[tuple[int, ...], DType, int]], data_offset: int, alignment: int
-) -> dict[str, TensorInfo]:
+def _place_tensors(c: _Cursor, infos: dict[str, tuple[tuple[int, ...], DType, int]], data_offset: int, alignment: int) -> dict[str, TensorInfo]:
     """Checks sizes and offsets: aligned, inside the file, no byte in two tensors."""
     tensors: dict[str, TensorInfo] = {}
     for name, (dims, dtype, offset) in infos.items():

@@ -20,6 +20,7 @@ T = GGUFValueType
 U64 = struct.Struct("<Q")
 _ARRAY_HEAD = struct.Struct("<IQ")
 _BY_NUMPY = {dt: t for t, dt in NUMPY_TYPES.items()}
+_NUMPY_SCALARS = (np.number, np.bool_)
 _LEGAL = "a bool, int, float, str, bytes, a list of one of these, or a NumPy array of one dim"
 
 
@@ -95,12 +96,10 @@ def pack_string(where: str, text: str | bytes) -> bytes:
 def pack_value(where: str, value: object, key_type: KeyType | None = None) -> tuple[KeyType, bytes]:
     """The type of `value`, and its bytes as they follow the type in a file.
 
-    Without `key_type` it is inferred. A NumPy value has the type of its dtype. An int is the first of u32 i32 u64 i64 that
-    holds it, a float f32, text and bytes str. A list takes one type for all its elements: the first of i32 u32 i64 u64
-    for ints, f32 for floats, or for ints among floats; an empty list is arr[str].
+    Without `key_type` it is inferred, as `GGUFWriter.add` tells.
     """
     if isinstance(value, (list, tuple, StringArray)):
-        items: Any = [v.item() if isinstance(v, np.number | np.bool_) else v for v in value]
+        items: Any = [_plain(v) for v in value]
         key_type = key_type or KeyType(T.ARR, _list_type(where, items))
     elif isinstance(value, np.ndarray):
         if value.ndim != 1:
@@ -108,20 +107,28 @@ def pack_value(where: str, value: object, key_type: KeyType | None = None) -> tu
         items = value
         key_type = key_type or KeyType(T.ARR, _numpy_type(where, value.dtype))
     else:
-        items = [value.item() if isinstance(value, np.number | np.bool_) else value]
         key_type = key_type or KeyType(_scalar_type(where, value))
         if key_type.item is not None:
             raise fault(where, f"one value, {_show(value)}", f"a list or NumPy array for type {key_type}")
-        return key_type, _pack_items(where, items, key_type.value)
+        return key_type, _pack_items(where, [_plain(value)], key_type.value)
     if key_type.item is None:
         raise fault(where, f"an array of {len(items)}", f"one value for type {key_type}")
     return key_type, _ARRAY_HEAD.pack(key_type.item, len(items)) + _pack_items(where, items, key_type.item)
+
+
+def _plain(value: object) -> object:
+    """A NumPy scalar as Python's own; anything else as it is."""
+    return value.item() if isinstance(value, _NUMPY_SCALARS) else value
 
 
 def _show(value: object) -> str:
     if isinstance(value, (str, bytes)):
         return quote(value)
     return f"{' '.join(reprlib.repr(value).split())} ({type(value).__name__})"
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"integers from {low} to {high}"
 
 
 def _numpy_type(where: str, dt: np.dtype) -> GGUFValueType:
@@ -135,11 +142,11 @@ def _int_type(where: str, low: int, high: int, order: tuple[GGUFValueType, ...])
     for t in order:
         if _bounds(t)[0] <= low and high <= _bounds(t)[1]:
             return t
-    raise fault(where, f"integers from {low} to {high}", "what one of u64 and i64 holds")
+    raise fault(where, _range(low, high), "what u64 or i64 holds")
 
 
 def _scalar_type(where: str, value: object) -> GGUFValueType:
-    if isinstance(value, np.number | np.bool_):
+    if isinstance(value, _NUMPY_SCALARS):
         return _numpy_type(where, value.dtype)
     if isinstance(value, bool):
         return T.BOOL
@@ -190,7 +197,7 @@ def _pack_items(where: str, items: Sequence[Any] | NDArray[Any], t: GGUFValueTyp
     if target.kind in "iu" and len(items):
         low, high = (int(items.min()), int(items.max())) if isinstance(items, np.ndarray) else (min(items), max(items))
         if low < _bounds(t)[0] or high > _bounds(t)[1]:
-            raise fault(where, str(low) if low == high else f"integers from {low} to {high}", f"{_bounds(t)[0]} to {_bounds(t)[1]} for type {t}")
+            raise fault(where, _range(low, high), f"{_bounds(t)[0]} to {_bounds(t)[1]} for type {t}")
     if target.kind != "f" or isinstance(items, np.ndarray) and items.dtype == target:
         return np.asarray(items, dtype=target).tobytes()
     try:

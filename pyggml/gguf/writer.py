@@ -108,9 +108,9 @@ class GGUFWriter:
     def add(self, key: str, value: object, type: KeyType | GGUFValueType | str | None = None) -> None:
         """Adds a key. `type` is a KeyType or text such as "u64" or "arr[i32]"; left out, it is inferred from the value.
 
-        Inferred: bool; int as the first of u32 i32 u64 i64 that holds it; float as f32; str and bytes as str; NumPy scalars
-        and arrays as their dtype says. A list has one type: str, bool, the first of i32 u32 i64 u64 for ints, f32 for floats
-        or ints among floats; an empty list is arr[str].
+        Inferred: bool; an int as the first of u32 i32 u64 i64 that holds it; a float as f32; text and bytes as str; NumPy
+        scalars and arrays as their dtype says. A list takes one type for all its elements: str, bool, the first of
+        i32 u32 i64 u64 for ints, f32 for floats or ints among floats; an empty list is arr[str].
         """
         where = f"{self.path}: key {quote(key)}"
         self._must_be_open(where, header=True)
@@ -119,7 +119,7 @@ class GGUFWriter:
             raise fault(where, "the key twice", "once")
         key_type, packed = pack_value(where, value, None if type is None else KeyType.of(type, where))
         if key == ALIGNMENT_KEY:
-            self.alignment = check_alignment(where, key_type, value)
+            self.alignment = check_alignment(where, key_type, int.from_bytes(packed, "little"))
         self._keys[key] = struct.pack("<I", key_type.value) + packed
 
     def add_tensor(self, name: str, data: NDArray[Any], dtype: DType | str | None = None, ne: Sequence[int] | None = None) -> None:
@@ -335,7 +335,7 @@ def _tensor_type(where: str, data: NDArray[Any], wanted: DType | str | None) -> 
         except DTypeError as err:
             raise FormatError(f"{where}: {err}") from None
     kind = _named_type(where, wanted)
-    if stored not in (np.uint8, kind.np):
+    if stored != np.uint8 and (kind.np is None or stored != kind.np):  # NumPy takes None for float64
         raise fault(where, f"a NumPy array of {data.dtype}", f"{'' if kind.np is None else f'{kind.np} or '}uint8 (bytes) for type {kind}")
     return kind
 

@@ -27,4 +27,5 @@ def dequantize(raw: np.ndarray, dt: DType) -> np.ndarray:
     if fn is None:
         raise DTypeError(f"type {dt.name} has no dequantization; known: {', '.join(t.name for t in DEQUANTIZE)}")
     blocks = np.ascontiguousarray(raw).reshape(-1, dt.nbytes)
-    return fn(blocks).reshape(*raw.shape[:-1], -1)
+    with np.errstate(invalid="ignore", over="ignore"):  # a block's scale may be infinite or NaN: so are its weights then
+        return fn(blocks).reshape(*raw.shape[:-1], -1)

@@ -1,1 +1,539 @@
-"""The layout ops."""
+"""Layout: views of memory, copies, and rows picked by index. No op here computes; each gives the very bits it was given.
+
+A view shares the storage of its source and no kernel runs. All others take any strides, also in dim 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pyggml.cases import Case, Leaf, case, f16, f32, i32, leaf, perf
+from pyggml.dtypes import BF16, F16, F32, F64, I32, I64, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType
+from pyggml.errors import DTypeError, KernelError, ParamError
+from pyggml.registry import Cost, Pointwise, Spec, default_bytes, like, op, out, require, require_type
+from pyggml.tensor import Node, Shape, Tensor, contiguous_nb, shape4
+
+ROW_TYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K)
+"""Types whose rows GET_ROWS turns into f32."""
+
+
+# -- views ----------------------------------------------------------------------------------------------------------------
+
+
+@op("VIEW", inputs="x", view=True)
+def view(x: Tensor, ne: Sequence[int], nb: Sequence[int] | None = None, offset: int = 0) -> Spec:
+    """`ne` elements of x's storage from `offset` bytes after x's first element; `nb` gives the byte strides of dims 1 and
+    up (len(ne) - 1 of them), None the strides of rows without gaps.
+
+    The view may reach beyond x's own elements, yet not beyond the storage x lies in. For block types offset and
+    strides count whole blocks. Source: ggml_view_1d to ggml_view_4d.
+
+    >>> import numpy as np, pyggml as pg
+    >>> x = pg.tensor(np.arange(12, dtype=np.float32).reshape(3, 4))
+    >>> pg.compute(pg.view(x, [2, 3], [16], 4), {}, backend="reference")
+    array([[ 1.,  2.],
+           [ 5.,  6.],
+           [ 9., 10.]])
+    """
+    dims, unit = shape4(ne, "VIEW: ne"), x.dtype.nbytes
+    require(dims[0] % x.dtype.block == 0, "VIEW", f"ne[0] is {dims[0]}; legal for {x.dtype.name}: multiples of its block of {x.dtype.block}")
+    strides = contiguous_nb(x.dtype, dims)
+    if nb is not None:
+        require(len(nb) == len(ne) - 1 and all(_is_int(b) and b > 0 and b % unit == 0 for b in nb), "VIEW",
+                f"nb is {list(nb)}; legal: {len(ne) - 1} positive multiples of {unit}, the strides of dims 1 to {len(ne) - 1} in bytes")
+        s = [unit, *(int(b) for b in nb)]
+        while len(s) < 4:
+            s.append(s[-1] * (dims[len(s) - 1] if len(s) > 1 else dims[0] // x.dtype.block))
+        strides = (s[0], s[1], s[2], s[3])
+    require(_is_int(offset) and offset >= 0 and offset % unit == 0, "VIEW", f"offset is {offset!r}; legal: multiples of {unit} bytes from 0")
+    size = Tensor(x.dtype, dims, strides).nbytes
+    room = x.root.nbytes - x.offs
+    require(offset + size <= room, "VIEW", f"ne {list(ne)} from byte {offset} ends at byte {offset + size}; x's storage ends at byte {room}")
+    return Spec(x.dtype, dims, strides, view_of=x, offs=int(offset))
+
+
+@view.cases
+def _view_cases() -> Iterator[Case]:
+    yield case(f32(12), ne=[3, 2], nb=[24], offset=4)
+    yield case(f32(64, 8), ne=[16, 8], nb=[256], offset=64, note="columns")
+    yield case(f32(64, 8, gap=3), ne=[5, 2, 3], nb=[268, 536], note="of a strided leaf")
+
+
+@op("RESHAPE", inputs="x", view=True)
+def reshape(x: Tensor, ne: Sequence[int]) -> Spec:
+    """x with other dims and the same elements in the same order; one dim may be -1 and takes what is left. x: contiguous.
+
+    Source: ggml_reshape.
+
+    >>> import pyggml as pg
+    >>> pg.reshape(pg.tensor([6, 4]), [3, -1]).ne
+    (3, 8, 1, 1)
+    """
+    require(x.is_contiguous, "RESHAPE", f"x has ne {list(x.ne)} and nb {list(x.nb)}; it must be contiguous (cont makes it so)")
+    dims = list(ne)
+    if dims.count(-1) == 1:
+        known = -math.prod(dims)
+        require(known > 0 and x.n_elements % known == 0, "RESHAPE", f"ne {list(ne)} does not divide x's {x.n_elements} elements")
+        dims[dims.index(-1)] = x.n_elements // known
+    shape = shape4(dims, "RESHAPE: ne")
+    require(math.prod(shape) == x.n_elements, "RESHAPE", f"ne {list(ne)} holds {math.prod(shape)} elements; x has {x.n_elements}")
+    require(shape[0] % x.dtype.block == 0, "RESHAPE", f"ne[0] is {shape[0]}; legal for {x.dtype.name}: multiples of its block of {x.dtype.block}")
+    return Spec(x.dtype, shape, contiguous_nb(x.dtype, shape), view_of=x)
+
+
+@reshape.cases
+def _reshape_cases() -> Iterator[Case]:
+    yield case(f32(10, 6, 4), ne=[20, -1])
+    yield case(f32(1), ne=[1, 1, 1, 1])
+
+
+@op("PERMUTE", inputs="x", view=True)
+def permute(x: Tensor, a0: int, a1: int, a2: int, a3: int) -> Spec:
+    """x with its dims in another order: dim i of x becomes dim a_i of the result. Source: ggml_permute.
+
+    >>> import pyggml as pg
+    >>> pg.permute(pg.tensor([2, 3, 4]), 2, 0, 1, 3).ne
+    (3, 4, 2, 1)
+    """
+    axes = (a0, a1, a2, a3)
+    require(sorted(axes) == [0, 1, 2, 3], "PERMUTE", f"axes are {list(axes)}; legal: each of 0 1 2 3 once")
+    return _permuted("PERMUTE", x, axes)
+
+
+@permute.cases
+def _permute_cases() -> Iterator[Case]:
+    yield case(f32(2, 3, 4, 5), a0=2, a1=0, a2=1, a3=3)
+    yield case(f32(2, 3, 4, 5), a0=3, a1=2, a2=1, a3=0)
+
+
+@op("TRANSPOSE", inputs="x", view=True)
+def transpose(x: Tensor) -> Spec:
+    """x with dims 0 and 1 exchanged. Source: ggml_transpose.
+
+    >>> import pyggml as pg
+    >>> pg.transpose(pg.tensor([2, 3])).ne
+    (3, 2, 1, 1)
+    """
+    return _permuted("TRANSPOSE", x, (1, 0, 2, 3))
+
+
+@transpose.cases
+def _transpose_cases() -> Iterator[Case]:
+    yield case(f32(5, 3, 2))
+    yield case(f32(1, 7, gap=2), note="gap")
+
+
+def _permuted(name: str, x: Tensor, axes: tuple[int, int, int, int]) -> Spec:
+    require(axes[0] == 0 or not x.dtype.is_quantized, name, f"x is {x.dtype.name}, stored in blocks along dim 0; dim 0 must stay dim 0", DTypeError)
+    ne, nb = [0] * 4, [0] * 4
+    for i, a in enumerate(axes):
+        ne[a], nb[a] = x.ne[i], x.nb[i]
+    return Spec(x.dtype, (ne[0], ne[1], ne[2], ne[3]), (nb[0], nb[1], nb[2], nb[3]), view_of=x)
+
+
+# -- copies ---------------------------------------------------------------------------------------------------------------
+
+
+@op("CONT", inputs="x", moves_data=True, limit=0.0)
+def cont(x: Tensor) -> Spec:
+    """A contiguous copy of x. x: any plain type, any strides. Source: ggml_cont.
+
+    >>> import numpy as np, pyggml as pg
+    >>> pg.compute(pg.cont(pg.transpose(pg.tensor(np.array([[1., 2.], [3., 4.]], np.float32)))), {}, backend="reference")
+    array([[1., 3.],
+           [2., 4.]])
+    """
+    _require_plain("CONT", "x", x)
+    return like(x)
+
+
+@cont.reference
+def _cont(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+@cont.cases
+def _cont_cases() -> Iterator[Case]:
+    yield case(f32(10, 5, 4, 3))
+    yield case(f32(1), note="one element")
+    for perm in ((1, 0, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3), (3, 2, 1, 0)):
+        yield case(f32(33, 18, 5, 2, perm=perm))
+    yield case(f16(9, 40, perm=(1, 0)))
+    yield case(leaf(F64, (17, 12, 3), perm=(1, 0)))
+    yield case(_int32(20, 19, perm=(1, 0)))
+    yield case(f32(7, 9, 3, gap=5), note="gaps")
+    yield case(f32(3, 1792, gap=1), note="granite-4.0-h conv state out of its window")
+    yield perf(f32(512, 1792, perm=(1, 0)), note="granite-4.0-h 350m xBC")
+    yield perf(f32(64, 12, 512, perm=(0, 2, 1)), note="heads before tokens")
+
+
+@op("CPY", inputs="a b", inplace=1, moves_data=True, limit=0.0)
+def cpy(a: Tensor, b: Tensor) -> Spec:
+    """Copy a into b's memory, converted to b's type, element after element in the order of dims 0 to 3; the result is b.
+
+    a, b: f32, f16 or bf16 in any mix, or both of one other plain type; as many elements, dims and strides of their own.
+    The two must not overlap. Source: ggml_cpy.
+
+    >>> import numpy as np, pyggml as pg
+    >>> state = pg.tensor(np.zeros((2, 2), np.float32))
+    >>> pg.compute(pg.cpy(pg.tensor(np.arange(4, dtype=np.float32)), state), {}, backend="reference")
+    array([[0., 1.],
+           [2., 3.]])
+    """
+    require(a.dtype is b.dtype or {a.dtype, b.dtype} <= {F32, F16, BF16}, "CPY",
+            f"a is {a.dtype.name}, b is {b.dtype.name}; legal: f32, f16 and bf16 in any mix, or equal types", DTypeError)
+    _require_plain("CPY", "a", a)
+    require(a.n_elements == b.n_elements, "CPY", f"a has {a.n_elements} elements, ne {list(a.ne)}; b has {b.n_elements}, ne {list(b.ne)}")
+    return Spec(b.dtype, b.ne, b.nb, view_of=b)
+
+
+@cpy.reference
+def _cpy(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a.reshape(b.shape)
+
+
+@cpy.cost
+def _cpy_cost(node: Node) -> Cost:
+    return Cost(0, _bytes(node.src[0]) + _bytes(node.src[1]))
+
+
+@cpy.cases
+def _cpy_cases() -> Iterator[Case]:
+    yield case(f32(64, 5, 4, 3), f32(64, 5, 4, 3))
+    for a, b in ((F32, F16), (F16, F32), (F32, BF16), (BF16, F32), (F16, BF16)):
+        yield case(leaf(a, (31, 6, 2), perm=(0, 2, 1)), leaf(b, (31, 2, 6)))
+    yield case(f32(10, 40, 3, perm=(1, 0)), leaf(F16, (40, 10, 3)), note="transposed, converted")
+    yield case(f32(40, 10, 3), f32(10, 40, 3, perm=(1, 0)), note="into a transposed tensor")
+    yield case(f32(24, 2, 5), f32(6, 8, 5, gap=2), note="shapes differ, one contiguous")
+    yield case(f32(9, 4, perm=(1, 0)), f32(6, 6, perm=(1, 0)), note="shapes differ, both strided")
+    yield case(_int32(5, 7), _int32(7, 5))
+    yield case(f32(3, 1792, gap=512), f32(5376), note="granite-4.0-h conv state, 512 tokens")
+    yield perf(f32(256, 512), leaf(F16, (256, 512)), note="granite-4.0-h 350m K cache")
+
+
+@op("CONCAT", inputs="a b", moves_data=True, limit=0.0)
+def concat(a: Tensor, b: Tensor, dim: int = 0) -> Spec:
+    """a, then b, along `dim`. a, b: one plain type, equal dims but for `dim`. Source: ggml_concat.
+
+    >>> import numpy as np, pyggml as pg
+    >>> pg.compute(pg.concat(pg.tensor(np.ones(2, np.float32)), pg.tensor(np.zeros(1, np.float32))), {}, backend="reference")
+    array([1., 1., 0.])
+    """
+    require(dim in (0, 1, 2, 3), "CONCAT", f"dim is {dim!r}; legal: 0 to 3")
+    _require_plain("CONCAT", "a", a)
+    require_type("CONCAT", "b", b, a.dtype)
+    require(all(a.ne[i] == b.ne[i] for i in range(4) if i != dim), "CONCAT", f"a has ne {list(a.ne)}, b has ne {list(b.ne)}; they must agree in all dims but {dim}")
+    return out(a.dtype, *(n + (b.ne[i] if i == dim else 0) for i, n in enumerate(a.ne)))
+
+
+@concat.reference
+def _concat(a: np.ndarray, b: np.ndarray, *, dim: int) -> np.ndarray:
+    return np.concatenate([a, b], axis=-1 - dim)
+
+
+@concat.cases
+def _concat_cases() -> Iterator[Case]:
+    for dim in (0, 1, 2, 3):
+        ne = [11, 12, 13, 4]
+        ne[dim] = 7
+        yield case(f32(11, 12, 13, 4), f32(*ne), dim=dim)
+        yield case(_int32(11, 12, 13, 4), _int32(*ne), dim=dim)
+    yield case(f32(12, 11, 3, perm=(1, 0)), f32(12, 7, 3, perm=(1, 0)), dim=0, note="both strided")
+    yield case(f32(5, 11, 4, perm=(0, 2, 1)), f32(5, 7, 4, perm=(0, 2, 1)), dim=2, note="both permuted")
+    yield case(leaf(BF16, (6, 3)), leaf(BF16, (6, 2)), dim=1)
+    yield case(f32(3, 1792, 2), f32(1792, 70, 2, perm=(1, 0), gap=100), dim=0, note="granite-4.0-h 350m conv window")
+    yield case(f32(3, 1792, 8), f32(1792, 1, 8, perm=(1, 0), gap=100), dim=0, note="granite-4.0-h 350m conv window, decode")
+    yield case(f32(1, 1), f32(1, 1), dim=0, note="smallest")
+    for d in (1792, 3328):
+        yield perf(f32(3, d), f32(d, 512, perm=(1, 0), gap=1600), dim=0, note="granite-4.0-h conv window")
+
+
+@op("REPEAT", inputs="x", moves_data=True, limit=0.0)
+def repeat(x: Tensor, ne: Sequence[int]) -> Spec:
+    """x tiled to dims `ne`, each a multiple of x's. Source: ggml_repeat.
+
+    >>> import numpy as np, pyggml as pg
+    >>> pg.compute(pg.repeat(pg.tensor(np.array([1., 2.], np.float32)), [4]), {}, backend="reference")
+    array([1., 2., 1., 2.])
+    """
+    _require_plain("REPEAT", "x", x)
+    dims = shape4(ne, "REPEAT: ne")
+    require(all(n % m == 0 for n, m in zip(dims, x.ne, strict=True)), "REPEAT", f"ne is {list(ne)}; each dim must be a multiple of x's, ne {list(x.ne)}")
+    return out(x.dtype, *dims)
+
+
+@repeat.reference
+def _repeat(x: np.ndarray, *, ne: Sequence[int]) -> np.ndarray:
+    want = (*reversed(ne),)
+    full = (1,) * (4 - len(want)) + want
+    return np.tile(x, [n // m for n, m in zip(full, x.shape, strict=True)])
+
+
+@repeat.cases
+def _repeat_cases() -> Iterator[Case]:
+    for r in ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 3, 2, 2)):
+        yield case(f32(10, 5, 4, 3), ne=[n * m for n, m in zip((10, 5, 4, 3), r, strict=True)])
+    yield case(_int32(10, 5), ne=[20, 10])
+    yield case(f16(3, 5, perm=(1, 0)), ne=[10, 3, 2])
+    yield case(f32(1, 64), ne=[100, 64], note="one value a row")
+    yield case(f32(7, 4, 3, perm=(1, 0)), ne=[8, 14, 3], note="strided")
+    yield perf(f32(128, 1, 512), ne=[128, 48, 512], note="B of one group to granite-4.0-h's heads")
+
+
+@op("REPEAT_INTERLEAVE", inputs="x", moves_data=True, limit=0.0)
+def repeat_interleave(x: Tensor, n: int, dim: int = 0) -> Spec:
+    """Each element n times in a row along `dim`: 1 2 becomes 1 1 2 2. It deals groups to heads: head h of H heads gets
+    group h // (H / n_group). Source: torch.repeat_interleave.
+
+    >>> import numpy as np, pyggml as pg
+    >>> pg.compute(pg.repeat_interleave(pg.tensor(np.array([1., 2.], np.float32)), 2), {}, backend="reference")
+    array([1., 1., 2., 2.])
+    """
+    _require_plain("REPEAT_INTERLEAVE", "x", x)
+    require(dim in (0, 1, 2, 3), "REPEAT_INTERLEAVE", f"dim is {dim!r}; legal: 0 to 3")
+    require(_is_int(n) and n >= 1, "REPEAT_INTERLEAVE", f"n is {n!r}; legal: whole numbers from 1", ParamError)
+    return out(x.dtype, *(m * (n if i == dim else 1) for i, m in enumerate(x.ne)))
+
+
+@repeat_interleave.reference
+def _repeat_interleave(x: np.ndarray, *, n: int, dim: int) -> np.ndarray:
+    return np.repeat(x, n, axis=-1 - dim)
+
+
+@repeat_interleave.cases
+def _repeat_interleave_cases() -> Iterator[Case]:
+    for dim in (0, 1, 2, 3):
+        yield case(f32(10, 5, 4, 3), n=3, dim=dim)
+    yield case(f32(5, 10, 4, perm=(1, 0)), n=2, dim=0, note="strided")
+    yield case(f32(128, 8, 20, gap=7), n=16, dim=1, note="nemotron-h B by head")
+    yield case(_int32(3, 2), n=1, dim=1)
+
+
+@op("PAD", inputs="x", moves_data=True, limit=0.0)
+def pad(x: Tensor, p0: int, p1: int = 0, p2: int = 0, p3: int = 0) -> Spec:
+    """x with p_i zeros after the end of dim i. Source: ggml_pad.
+
+    >>> import numpy as np, pyggml as pg
+    >>> pg.compute(pg.pad(pg.tensor(np.ones(2, np.float32)), 3), {}, backend="reference")
+    array([1., 1., 0., 0., 0.])
+    """
+    _require_plain("PAD", "x", x)
+    more = (p0, p1, p2, p3)
+    require(all(_is_int(p) and p >= 0 for p in more), "PAD", f"p0 to p3 are {list(more)}; legal: whole numbers from 0", ParamError)
+    return out(x.dtype, *(n + p for n, p in zip(x.ne, more, strict=True)))
+
+
+@pad.reference
+def _pad(x: np.ndarray, *, p0: int, p1: int, p2: int, p3: int) -> np.ndarray:
+    return np.pad(x, [(0, p) for p in (p3, p2, p1, p0)])
+
+
+@pad.cases
+def _pad_cases() -> Iterator[Case]:
+    yield case(f32(10, 5, 4, 3), p0=0, p1=0, p2=0, p3=0)
+    yield case(f32(512, 12, 4, 1), p0=1, p1=1)
+    yield case(f32(10, 5, 4, 3), p0=3, p1=2, p2=1, p3=2)
+    yield case(f32(70, 33, 2, perm=(1, 0)), p0=5, p1=10, note="strided")
+    yield case(f16(7), p0=25)
+    yield perf(f32(48, 600), p0=0, p1=168, note="granite-4.0-h dt to whole chunks of 256")
+
+
+@op("FILL", inputs="x", moves_data=True, limit=1e-14)
+def fill(x: Tensor, c: float) -> Spec:
+    """A new tensor of x's type and dims, full of c. Source: ggml_fill.
+
+    >>> import numpy as np, pyggml as pg
+    >>> pg.compute(pg.fill(pg.tensor(np.ones(2, np.float32)), 0.5), {}, backend="reference")
+    array([0.5, 0.5])
+    """
+    require(isinstance(c, int | float | np.number) and (not x.dtype.is_int or float(c).is_integer()), "FILL",
+            f"c is {c!r}; legal: a number, and a whole one for {x.dtype.name}", ParamError)
+    _require_plain("FILL", "x", x)
+    return like(x)
+
+
+fill.pointwise = Pointwise("c", params=("c",))
+
+
+@fill.reference
+def _fill(x: np.ndarray, *, c: float) -> np.ndarray:
+    return np.full_like(x, c)
+
+
+@fill.cost
+def _fill_cost(node: Node) -> Cost:
+    return Cost(0, _bytes(node.out))
+
+
+@fill.cases
+def _fill_cases() -> Iterator[Case]:
+    yield case(f32(10, 5, 4, 3), c=-2.5)
+    yield case(f32(303, 7, perm=(1, 0)), c=0.1)
+    yield case(_int32(33), c=-7)
+    yield case(f16(5, 3), c=math.inf)
+
+
+@op("ARANGE", inputs="", limit=1e-14)
+def arange(start: float, stop: float, step: float = 1.0) -> Spec:
+    """f32 [ceil((stop - start) / step)]: start + i * step. Source: ggml_arange.
+
+    >>> import pyggml as pg
+    >>> pg.compute(pg.arange(1, 3, 0.5), {}, backend="reference")
+    array([1. , 1.5, 2. , 2.5])
+    """
+    values = (start, stop, step)
+    require(all(isinstance(v, int | float | np.number) and math.isfinite(v) for v in values) and step != 0 and (stop - start) / step > 0, "ARANGE",
+            f"start, stop, step are {list(values)}; legal: finite numbers with at least one step from start towards stop", ParamError)
+    return out(F32, math.ceil((stop - start) / step))
+
+
+@arange.reference
+def _arange(*, start: float, stop: float, step: float) -> np.ndarray:
+    return start + np.arange(math.ceil((stop - start) / step)) * step
+
+
+@arange.cases
+def _arange_cases() -> Iterator[Case]:
+    yield case(start=0.0, stop=10.0, step=1.0)
+    yield case(start=0.0, stop=1048576.0, step=1.0)
+    yield case(start=5.0, stop=-1.0, step=-0.7)
+    yield case(start=2.0, stop=2.5, step=1.0)
+
+
+# -- rows by index --------------------------------------------------------------------------------------------------------
+
+
+@op("GET_ROWS", inputs="x ids", moves_data=True, limit=1e-13)
+def get_rows(x: Tensor, ids: Tensor) -> Spec:
+    """Rows of x by number: out[:, k, i, j] = x[:, ids[k, i, j], i, j].
+
+    x: [n, m, b1, b2] of f32, f16, bf16, q8_0, q4_0, q4_K, q5_K, q6_K, which gives f32, or i32, which gives i32;
+    ids: i32 [k, b1, b2]. An id outside 0 to m - 1 ends the run in KernelError. Source: ggml_get_rows.
+
+    >>> import numpy as np, pyggml as pg
+    >>> x = pg.tensor(np.array([[1., 2.], [3., 4.]], np.float32))
+    >>> pg.compute(pg.get_rows(x, pg.tensor(np.array([1, 1, 0], np.int32))), {}, backend="reference")
+    array([[3., 4.],
+           [3., 4.],
+           [1., 2.]])
+    """
+    require_type("GET_ROWS", "x", x, *ROW_TYPES, I32)
+    require_type("GET_ROWS", "ids", ids, I32)
+    k, b1, b2, rest = ids.ne
+    require((b1, b2, rest) == (x.ne[2], x.ne[3], 1), "GET_ROWS", f"ids has ne {list(ids.ne)}; legal for x of ne {list(x.ne)}: [k, {x.ne[2]}, {x.ne[3]}, 1]")
+    return out(I32 if x.dtype is I32 else F32, x.ne[0], k, b1, b2)
+
+
+@get_rows.reference
+def _get_rows(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    _check_ids("GET_ROWS", ids, x.shape[-2])
+    return np.take_along_axis(x, ids[0][..., None], axis=-2)
+
+
+@get_rows.cost
+def _get_rows_cost(node: Node) -> Cost:
+    x, ids, o = node.src[0], node.src[1], node.out
+    assert x is not None and ids is not None
+    return Cost(0, o.n_rows * x.dtype.row_bytes(x.ne[0]) + _bytes(ids) + _bytes(o))
+
+
+@get_rows.cases
+def _get_rows_cases() -> Iterator[Case]:
+    yield case(f32(1, 8), i32(2, hi=8))
+    for x in (f32(256, 5), f16(256, 5), leaf(BF16, (256, 5)), _int32(256, 5)):
+        yield case(x, i32(4, hi=5))
+    yield case(f32(40, 5, 7, 3), i32(9, 7, 3, hi=5))
+    yield case(f32(5, 40, 3, perm=(1, 0)), i32(9, 3, hi=5), note="columns")
+    yield case(f16(5, 41, perm=(1, 0)), i32(9, hi=5), note="columns")
+    yield case(f32(33, 6, gap=2), leaf(I32, (2, 7), lambda rng, shape: rng.integers(0, 6, shape), perm=(1, 0), gap=1), note="gaps, strided ids")
+    yield case(f32(768, 1), i32(1, hi=1), note="last token of one")
+    yield perf(f16(768, 100352), i32(512, hi=100352), note="granite-4.0-h 350m embedding")
+
+
+@op("SET_ROWS", inputs="dst src ids", inplace=0, moves_data=True, limit=0.0)
+def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Spec:
+    """Write rows into dst by number: dst[:, ids[k, i, j], i', j'] = src[:, k, i', j'], with i = i' % b1, j = j' % b2; the
+    result is dst. Of equal ids the last row wins, on any number of threads.
+
+    dst: [n, m, c1, c2] of f32, f16, bf16; src: f32 [n, k, c1, c2]; ids: i64 or i32 [k, b1, b2], where b1 divides c1 and b2
+    divides c2. A row whose id is outside 0 to m - 1 is not written, and the run ends in KernelError. Source: ggml_set_rows.
+
+    >>> import numpy as np, pyggml as pg
+    >>> cache = pg.tensor(np.zeros((3, 2), np.float32))
+    >>> pg.compute(pg.set_rows(cache, pg.tensor(np.ones((1, 2), np.float32)), pg.tensor(np.array([1]))), {}, backend="reference")
+    array([[0., 0.],
+           [1., 1.],
+           [0., 0.]])
+    """
+    require_type("SET_ROWS", "dst", dst, F32, F16, BF16)
+    require_type("SET_ROWS", "src", src, F32)
+    require_type("SET_ROWS", "ids", ids, I64, I32)
+    n, _, c1, c2 = dst.ne
+    k, b1, b2, rest = ids.ne
+    require(src.ne == (n, k, c1, c2), "SET_ROWS", f"src has ne {list(src.ne)}; legal for dst of ne {list(dst.ne)} and {k} ids: {[n, k, c1, c2]}")
+    require(c1 % b1 == 0 and c2 % b2 == 0 and rest == 1, "SET_ROWS", f"ids has ne {list(ids.ne)}; dims 1 and 2 must divide {c1} and {c2}, dim 3 must be 1")
+    return Spec(dst.dtype, dst.ne, dst.nb, view_of=dst)
+
+
+@set_rows.reference
+def _set_rows(dst: np.ndarray, src: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    _check_ids("SET_ROWS", ids, dst.shape[-2])
+    result = np.array(dst)
+    for j, i in np.ndindex(dst.shape[:2]):
+        for k, row in enumerate(ids[0, j % ids.shape[1], i % ids.shape[2]]):
+            result[j, i, row] = src[j, i, k]
+    return result
+
+
+@set_rows.cost
+def _set_rows_cost(node: Node) -> Cost:
+    src, ids = node.src[1], node.src[2]
+    assert src is not None
+    return Cost(0, _bytes(src) + src.n_elements * node.out.dtype.nbytes + _bytes(ids))
+
+
+@set_rows.cases
+def _set_rows_cases() -> Iterator[Case]:
+    yield case(f32(1, 8), f32(1, 2), i32(2, hi=8, unique=True))
+    for dt in (F32, F16, BF16):
+        yield case(leaf(dt, (256, 5)), f32(256, 4), _int64(4, hi=5))
+    yield case(f32(40, 9, 6, 4), f32(40, 5, 6, 4), i32(5, 3, 2, hi=9, unique=True), note="ids shared by heads")
+    yield case(leaf(F16, (9, 40, 2), perm=(1, 0)), f32(40, 3, 2), i32(3, 2, hi=9, unique=True), note="columns")
+    yield case(f32(40, 9), f32(3, 40, perm=(1, 0)), i32(3, hi=9, unique=True), note="strided rows")
+    yield case(f32(130, 3), f32(130, 64), i32(64, hi=3), note="equal ids")
+    yield perf(leaf(F16, (256, 4096)), f32(256, 512), _int64(512, hi=4096), note="granite-4.0-h 350m K cache")
+    yield perf(f32(196608, 4), f32(196608, 1), _int64(1, hi=4), note="granite-4.0-h 350m SSM state")
+
+
+# -- what the rules share -------------------------------------------------------------------------------------------------
+
+
+def _require_plain(name: str, arg: str, x: Tensor) -> None:
+    require(not x.dtype.is_quantized, name, f"{arg} is {x.dtype.name}; legal: types without blocks (f32 f16 bf16 f64 i8 i16 i32 i64)", DTypeError)
+
+
+def _is_int(v: Any) -> bool:
+    return isinstance(v, int | np.integer) and not isinstance(v, bool)
+
+
+def _bytes(t: Tensor | None) -> float:
+    assert t is not None
+    return t.n_elements // t.dtype.block * t.dtype.nbytes
+
+
+def _check_ids(name: str, ids: np.ndarray, n: int) -> None:
+    bad = ids[(ids < 0) | (ids >= n)]
+    if bad.size:
+        raise KernelError(f"{name}: bad index {int(bad.flat[0])}; legal: 0 to {n - 1}")
+
+
+def _int32(*ne: int, perm: Sequence[int] | None = None) -> Leaf:
+    return leaf(I32, ne, lambda rng, shape: rng.integers(-(2**31), 2**31, shape), perm=perm)
+
+
+def _int64(*ne: int, hi: int) -> Leaf:
+    return leaf(I64, ne, lambda rng, shape: np.stack([rng.permutation(hi)[: shape[-1]] for _ in range(math.prod(shape[:-1]))]).reshape(shape))

@@ -1,0 +1,113 @@
+"""The state-space product of Mamba2 as chunked matrix products (SSD), in primitive ops.
+
+Per head: h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T, y_t = C_t h_t + D x_t. With chunks of Q tokens, Nc of them, S sequences and
+W = Nc S, all steps are batched over (head, chunk, sequence), so the graph has as many nodes for any number of tokens:
+
+  cs = cumsum(dt A) inside each chunk, in float64;  L[j, i] = exp(cs_i - cs_j) for j <= i
+  within a chunk    Y_intra = (L * C B^T) (dt x)                    [P, Q, H, W]
+  a chunk's state   S_c = (B exp(cs_last - cs))^T (dt x)            [N, P, H, W]
+  between chunks    S_in = (lower-triangular decay over chunks) [initial state, S_0, S_1, ...]; its last entry is the new state
+  y = Y_intra + exp(cs) (C S_in) + D x
+
+Dims in the comments are ne: P head_dim, H heads, N d_state, G groups. Head h uses group h // (H/G), which is MUL_MAT's own
+broadcast. Exponents are masked before exp: above the diagonal they would overflow. Source: Dao & Gu 2024, section 6.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pyggml.errors import ParamError
+from pyggml.ops.layout.defs import concat, cont, pad, permute, reshape, view
+from pyggml.ops.matmul.defs import mul_mat
+from pyggml.ops.pointwise.defs import add, cast, exp, mul, sub
+from pyggml.ops.reduce.defs import cumsum
+from pyggml.ops.triangular.defs import tri
+from pyggml.tensor import Tensor
+
+CHUNKS = (256, 128, 64, 32, 16)
+PLAN_BYTES = 64 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, which decides the default chunk
+
+
+def default_chunk(n_tokens: int, n_seqs: int, n_head: int) -> int:
+    """The largest chunk of CHUNKS for which the Q x Q decay matrices of all heads and chunks stay below PLAN_BYTES."""
+    for q in CHUNKS:
+        if 4 * q * n_head * n_seqs * -(-n_tokens // q) * q <= PLAN_BYTES:
+            return min(q, n_tokens)
+    return min(CHUNKS[-1], n_tokens)
+
+
+def chunk_size(chunk: int | str | None, n_tokens: int, n_seqs: int, n_head: int) -> int:
+    """Tokens per chunk: the given number, the default for None, all tokens for "none"; never more than there are."""
+    if chunk is None:
+        return default_chunk(n_tokens, n_seqs, n_head)
+    if chunk == "none":
+        return n_tokens
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        raise ParamError(f"chunk {chunk!r}; legal: a whole number >= 1, None (chosen by the plan-memory limit) or \"none\" (one chunk)")
+    return min(chunk, n_tokens)
+
+
+def split_xbc(act: Tensor, head_dim: int, n_head: int, d_state: int, n_group: int, n: int, w: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [P, H, n, w], B and C [N, G, n, w] as views of the conv output [P H + 2 N G, n w tokens]; a token is a row of it."""
+    es, row = act.dtype.nbytes, act.nb[1]
+    d_inner, bc = head_dim * n_head, n_group * d_state
+    x = view(act, [head_dim, n_head, n, w], [head_dim * es, row, n * row])
+    b = view(act, [d_state, n_group, n, w], [d_state * es, row, n * row], d_inner * es)
+    c = view(act, [d_state, n_group, n, w], [d_state * es, row, n * row], (d_inner + bc) * es)
+    return x, b, c
+
+
+def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_group: int, q: int, il: int = 0) -> tuple[Tensor, Tensor]:
+    """y [P, H, Nc Q, S] and the new state [N, P, H, S], with gaps only between sequences.
+
+    act: [P H + 2 N G, Nc Q, S] (x, B, C after conv and silu); dt: [H, Nc Q, S] after bias and softplus, 0 in padded steps;
+    a, d: [1, H]; state: [N, P, H, S]; q: tokens per chunk.
+    """
+    n_state, p, h, s = state.ne
+    g, nc = n_group, act.ne[1] // q
+    w, np_ = nc * s, n_state * p
+
+    x, b, c = split_xbc(act, p, h, n_state, g, q, w)
+    b, c = permute(b, 0, 2, 1, 3), permute(c, 0, 2, 1, 3)                        # [N, Q, G, W]
+    dt = reshape(dt, [h, q, w])
+    cs = cumsum(mul(dt, reshape(a, [h])), dim=1, type="f64")                     # [H, Q, W]
+    dtx = mul(x, reshape(dt, [1, h, q, w]))                                      # [P, H, Q, W]
+
+    decay = _segments(cs, "ssd_decay", il)                                       # L: [Qj, Qi, H, W]
+    cb = mul_mat(b, c)                                                           # [Qj, Qi, G, W]
+    m = mul(reshape(decay, [q * q, h // g, g, w]), reshape(cb, [q * q, 1, g, w]))
+    y_intra = mul_mat(permute(dtx, 1, 2, 0, 3), reshape(m, [q, q, h, w]))        # [P, Q, H, W]
+    y_intra.name = f"ssd_y_intra-{il}"
+
+    last = view(cs, [h, 1, w], [cs.nb[1], cs.nb[2]], (q - 1) * cs.nb[1])
+    to_end = exp(sub(last, cs, type="f32"))                                      # [H, Q, W]
+    weighted = mul(dtx, reshape(to_end, [1, h, q, w]))
+    own = mul_mat(permute(b, 1, 0, 2, 3), permute(weighted, 1, 2, 0, 3))         # S_c: [N, P, H, W]
+
+    total = cast(view(cs, [h, nc, s], [cs.nb[2], nc * cs.nb[2]], (q - 1) * cs.nb[1]), "f32")
+    before = cumsum(pad(total, 0, 1), dim=1, exclusive=True, type="f64")         # log decay before each chunk: [H, Nc+1, S]
+    carry = _segments(before, "ssd_carry", il)                                   # [m, c, H, S]
+    states = concat(reshape(state, [np_ * h, 1, s]), reshape(own, [np_ * h, nc, s]), dim=1)
+    states = permute(reshape(states, [np_, h, nc + 1, s]), 1, 2, 0, 3)           # [m, N P, H, S]
+    entering = mul_mat(states, carry)                                            # [N P, c, H, S]
+    entering.name = f"ssd_states-{il}"
+    by_chunk = permute(entering, 0, 2, 1, 3)                                     # [N P, H, c, S]
+    s_in = cont(view(by_chunk, [np_, h, nc, s], list(by_chunk.nb[1:])))
+    new_state = cont(view(by_chunk, [np_, h, 1, s], list(by_chunk.nb[1:]), nc * by_chunk.nb[2]))
+
+    y_inter = mul_mat(c, reshape(s_in, [n_state, p, h, w]))                      # [Q, P, H, W]
+    from_start = reshape(exp(cast(cs, "f32")), [1, h, q, w])
+    y = add(mul(permute(y_inter, 2, 0, 1, 3), from_start), permute(y_intra, 0, 2, 1, 3))
+    y = add(y, mul(x, d))                                                        # [P, H, Q, W]
+    return reshape(y, [p, h, nc * q, s]), reshape(new_state, [n_state, p, h, s])
+
+
+def _segments(cs: Tensor, name: str, il: int) -> Tensor:
+    """exp(cs_i - cs_j) for j <= i, else 0, from running sums [H, n, W] in float64: [j, i, H, W]."""
+    h, n, w = cs.ne[0], cs.ne[1], cs.ne[2]
+    line = reshape(cs, [1, h, n, w])
+    seg = sub(permute(line, 0, 2, 1, 3), permute(line, 1, 2, 0, 3), type="f32")
+    out = exp(tri(seg, "lower_diag", fill=-math.inf))
+    out.name = f"{name}-{il}"
+    return out
