@@ -2,3 +2,7 @@
 
 if __name__ == "models":
     raise ImportError("this folder is the package pyggml.models: write `import pyggml.models`, not `import models`")
+
+from pyggml.models.loader import Model, demo_path, load_model  # noqa: E402 - the guard above comes first
+
+__all__ = ["Model", "demo_path", "load_model"]

@@ -106,7 +106,7 @@ def check_tensors(table: Sequence[T], kinds: Sequence[str], dims: Callable[[int]
             faults.append(f"layer {il}: the metadata says {kind}, its tensors say {shown[0]} (blk.{il}.{known_kinds[shown[0]]})")
     read: set[str] = set()
     missing: list[str] = []
-    for t, il, name in _expand(table, kinds):
+    for t, il, name in expand(table, kinds):
         ne = found.get(name)
         read.add(name)
         if ne is None:
@@ -125,7 +125,8 @@ def check_tensors(table: Sequence[T], kinds: Sequence[str], dims: Callable[[int]
         raise ModelError("tensors: " + "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else ""))
 
 
-def _expand(table: Sequence[T], kinds: Sequence[str]) -> Iterable[tuple[T, int, str]]:
+def expand(table: Sequence[T], kinds: Sequence[str]) -> Iterable[tuple[T, int, str]]:
+    """Every tensor that a model of these layers has: entry, layer, name."""
     for t in table:
         if "{i}" not in t.name:
             yield t, 0, t.name

@@ -1,4 +1,4 @@
-"""Tools for testing ops and models: NMSE, and running a case on a backend with guards around it."""
+"""Tools for testing ops and models: NMSE, running a case on a backend, and tiny random GGUF files of an architecture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    import os
+
     from pyggml.cases import Case
 
 
@@ -57,3 +59,67 @@ def _as_input(t: Any, value: np.ndarray) -> np.ndarray:
     if t.dtype.is_int:
         return value.astype(t.dtype.np)
     return value if t.dtype.name == "f64" else value.astype(np.float32)
+
+
+_SSM = {"ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 8, "ssm.group_count": 2}
+_COMMON = {"embedding_length": 32, "context_length": 4096, "attention.layer_norm_rms_epsilon": 1e-5, **_SSM}
+TINY: dict[str, dict[str, Any]] = {
+    "mamba2": {"block_count": 2, **_COMMON},
+    "granitehybrid": {"block_count": 3, "feed_forward_length": 48, "attention.head_count": 4, "attention.head_count_kv": np.array([0, 2, 0], np.int32),
+                      "embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 3.0, "attention.scale": 0.1, "rope.scaling.finetuned": False, **_COMMON},
+    "nemotron_h": {"block_count": 4, "feed_forward_length": np.array([0, 48, 0, 0], np.int32), "attention.head_count": 4,
+                   "attention.head_count_kv": np.array([0, 0, 2, 0], np.int32), **_COMMON},
+}
+
+
+def fabricate(arch: str, path: str | os.PathLike[str], *, seed: int = 0, drop: tuple[str, ...] = (), extra: dict[str, np.ndarray] | None = None,
+              metadata: dict[str, Any] | None = None, **overrides: Any) -> None:
+    """Write a tiny GGUF of an architecture with random float32 weights that keep activations sane and a byte-level vocabulary.
+
+    `overrides` replace hyperparameters by their keys without the architecture (dots as `__`: `ssm__group_count=1`; None drops
+    the key); `drop` leaves tensors out, `extra` adds some, `metadata` adds or replaces whole keys. The architecture's own
+    tables say which tensors there are.
+    """
+    from importlib import import_module
+
+    from pyggml.gguf import write_gguf
+    from pyggml.models.base import expand, read_hparams
+    from pyggml.models.loader import layer_dims
+
+    keys = {**TINY[arch], **{k.replace("__", "."): v for k, v in overrides.items()}}
+    tokens = byte_vocab()
+    meta: dict[str, Any] = {"general.architecture": arch, **{f"{arch}.{k}": v for k, v in keys.items() if v is not None},
+                            "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+                            "tokenizer.ggml.token_type": np.array([3] + [1] * (len(tokens) - 1), np.int32), "tokenizer.ggml.merges": ["h e"],
+                            "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": False, **(metadata or {})}
+    module = import_module(f"pyggml.models.{arch}")
+    hp = read_hparams(module.HParams, arch, meta)
+    kinds = module.kinds(hp)
+    rng = np.random.default_rng(seed)
+    tensors: dict[str, np.ndarray] = {}
+    for t, il, name in expand(module.TENSORS, kinds):
+        dims = layer_dims(hp, kinds[il], il, len(tokens))
+        ne = [dims[d] for d in t.dims.split()]
+        if not t.optional and name not in drop:
+            tensors[name] = _random_weight(rng, name, ne)
+    write_gguf(path, meta, {**tensors, **(extra or {})})
+
+
+def byte_vocab() -> list[str]:
+    """Token strings of a byte-level vocabulary: an end token, the 256 bytes in GPT-2's alphabet, one merge."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = iter(range(256, 512))
+    return ["<|endoftext|>", *(chr(b if b in printable else next(rest)) for b in range(256)), "he"]
+
+
+def _random_weight(rng: np.random.Generator, name: str, ne: list[int]) -> np.ndarray:
+    shape = tuple(ne[::-1])
+    if name.endswith("norm.weight"):
+        w = rng.uniform(0.5, 1.5, shape)
+    elif name.endswith("ssm_a"):
+        w = -rng.uniform(0.05, 2.0, shape)
+    elif name.endswith(("bias", "ssm_d")):
+        w = rng.normal(0, 0.5, shape)
+    else:
+        w = rng.normal(0, ne[0] ** -0.5, shape)
+    return w.astype(np.float32)

@@ -37,6 +37,7 @@ class CpuBackend:
         self.poison = poison
         self.progress = progress
         self.team = team(self.threads)
+        self.memory = SharedMemory()
 
     def refuses(self, node: Node) -> str | None:
         """None when a kernel takes the node, else every kernel's reason."""
@@ -67,22 +68,45 @@ class CpuBackend:
         return CpuRunner(self, plan, addresses)
 
 
+class SharedMemory:
+    """Arena and scratch of all runners of one backend: they run one at a time, so one buffer of the largest size serves all."""
+
+    def __init__(self) -> None:
+        self.arena = aligned(1)
+        self.scratch = aligned(1)
+
+    def grow(self, arena: int, scratch: int, fill: int) -> None:
+        """Make room; a larger arena is a new one, which runners notice at their next use."""
+        if arena > len(self.arena):
+            self.arena = aligned(arena)
+            if fill:
+                self.arena[...] = fill
+        if scratch > len(self.scratch):
+            self.scratch = aligned(scratch)
+
+
 class CpuRunner:
-    """A plan bound to an arena. `view(t)` gives the live memory of a tensor; it is valid until the runner is dropped."""
+    """A plan bound to memory. All runners of a backend share their arena: inputs are to be set before each run, and values
+    read before another runner runs. `view(t)` gives the live memory of a tensor."""
 
     def __init__(self, backend: CpuBackend, plan: Plan, addresses: list[int]) -> None:
         self.plan = plan
         self.team = backend.team
-        self._arena = aligned(max(plan.arena_bytes, 1))
-        if backend.poison:
-            self._arena[...] = POISON
+        self.memory = backend.memory
+        self._addresses = addresses
         self._scratch_stride = -(-plan.scratch_bytes // 64) * 64
-        self._scratch = aligned(max(self._scratch_stride * backend.threads, 1))
+        self.memory.grow(plan.arena_bytes, self._scratch_stride * backend.threads, POISON if backend.poison else 0)
         self._given: set[int] = set()
         self._status = np.zeros((len(plan.steps), 2), np.int64)
-        self._bind(addresses)
+        self._bind()
 
-    def _bind(self, addresses: list[int]) -> None:
+    def _sync(self) -> None:
+        if self._arena is not self.memory.arena or self._scratch is not self.memory.scratch:
+            self._bind()
+
+    def _bind(self) -> None:
+        self._arena, self._scratch = self.memory.arena, self.memory.scratch
+        addresses = self._addresses
         launches: list[Launch] = [s.kernel for s in self.plan.steps]
         sizes = [-(-(HEADER_WORDS + ARG_WORDS * len(k.operands) + len(k.params)) // 8) * 8 for k in launches]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
@@ -115,6 +139,7 @@ class CpuRunner:
         """The live memory of a tensor of a plain type, in NumPy order (BF16 as uint16 bits)."""
         if t.dtype.np is None:
             raise GraphError(f"{t.name}: {t.dtype.name} blocks have no NumPy view")
+        self._sync()
         root = t.root
         if root.data is not None:
             flat = root.data.reshape(-1).view(np.uint8)[t.offs:]
@@ -138,6 +163,7 @@ class CpuRunner:
     def run(self, times: np.ndarray | None = None) -> None:
         """Run all steps; KernelError names the node whose kernel met bad data."""
         require_inputs_set(self.plan.graph, self._given)
+        self._sync()
         self._status[...] = 0
         self.team.run(self._tape, times)
         if self._status.any():
@@ -145,7 +171,6 @@ class CpuRunner:
             node, value = self.plan.steps[i].nodes[-1], int(self._status[i, 1])
             raise KernelError(f"{node.op.name} ({node.name}): bad index {value}; legal: {self.plan.steps[i].kernel.name} takes ids within the rows of its source")
 
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of arena and scratch."""
-        return self._arena.nbytes + self._scratch.nbytes
+    def buffers(self) -> list[np.ndarray]:
+        """Arena and scratch."""
+        return [self.memory.arena, self.memory.scratch]

@@ -1,41 +1,55 @@
 """One kernel for a chain of pointwise ops, written out as Python source and compiled like any other kernel.
 
 Each node has a scalar expression over its inputs a, b, c and attributes (registry.Pointwise). The generated kernel loads
-every outside operand once per element, evaluates the chain in float32 (float64 where an input is f64, whole numbers
-where only those come in and go out), and stores the last value. Broadcasts, permutes and strides are folded into the
-index arithmetic: in dim 0 an operand is contiguous, constant, strided or repeated (ggml's modulo); rows are addressed
-by their three outer indices.
+every outside operand once per element, evaluates the chain in float32 (float64 where an input or the result is f64, whole
+numbers where only those come in and go out), rounding each value to its node's type, and stores the last one. A fused
+chain therefore gives the bits of its nodes run one by one.
+
+Broadcasts, permutes, strides and ggml's repeats are folded into the index arithmetic: dims that every operand walks in
+one stride are merged first, so most chains become one flat loop. In the innermost loop an operand is contiguous, constant or
+strided; one that repeats there (b's dim divides a's) splits the loop into spans within which it does not wrap.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import linecache
-import re
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pyggml.cpu import mathf, simd
 from pyggml.cpu.compile import KernelSpec
 from pyggml.cpu.launch import CHUNK_ELEMENTS, Launch, default_chunk
-from pyggml.dtypes import F32, F64, DType
+from pyggml.dtypes import F32, F64, I32, DType
+from pyggml.errors import UnsupportedOp
 from pyggml.graph import Graph
 from pyggml.plan import Step, single_steps
-from pyggml.tensor import Node, Tensor
+from pyggml.tensor import Node, Shape, Tensor, shape4
 
 MAX_OPERANDS = 8
-_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e-?\d+)?(?![\w.])")
-_NAME = re.compile(r"\b[A-Za-z_]\w*\b")
+MAX_NODES = 32
 _FUNCTIONS: dict[str, dict[str, Any]] = {
-    "f32": {n: getattr(mathf, n) for n in ("exp", "expm1", "log", "log1p", "sigmoid", "silu", "tanh", "softplus", "gelu")},
+    "f32": {"sqrt": simd.sqrt, "abs": simd.fabs, "floor": simd.floor} | {
+        n: getattr(mathf, n) for n in ("exp", "expm1", "log", "log1p", "sigmoid", "silu", "tanh", "softplus", "gelu")},
     "f64": {"sqrt": simd.sqrt64, "abs": simd.fabs64},
     "i64": {},
 }
-_FUNCTIONS["f32"].update(sqrt=simd.sqrt, abs=simd.fabs, floor=simd.floor)
 _CAST = {"f32": "np.float32", "f64": "np.float64", "i64": "np.int64"}
+_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+# x OP y ? yes : no. In float32 a select, as LLVM may otherwise branch around a costly arm and give up on vectors.
+_CHOICES = {
+    ast.Lt: ("{yes} if {x} < {y} else {no}", "if_less({x}, {y}, {yes}, {no})"),
+    ast.Gt: ("{yes} if {x} > {y} else {no}", "if_less({y}, {x}, {yes}, {no})"),
+    ast.LtE: ("{yes} if {x} <= {y} else {no}", "if_at_most({x}, {y}, {yes}, {no})"),
+    ast.GtE: ("{yes} if {x} >= {y} else {no}", "if_at_most({y}, {x}, {yes}, {no})"),
+    ast.Eq: ("{yes} if {x} == {y} else {no}", "if_equal({x}, {y}, {yes}, {no})"),
+    ast.NotEq: ("{yes} if {x} != {y} else {no}", "if_equal({x}, {y}, {no}, {yes})"),
+}
 
 
 def operands(node: Node) -> list[Tensor]:
@@ -46,7 +60,7 @@ def operands(node: Node) -> list[Tensor]:
         return ins
     x = ins[0]
     n = x.ne[0] // 2
-    first, second = (Tensor(x.dtype, (n, x.ne[1], x.ne[2], x.ne[3]), x.nb, name=x.name, root=x.root, offs=x.offs + k * n * x.nb[0]) for k in (0, 1))
+    first, second = (Tensor(x.dtype, (n, *x.ne[1:]), x.nb, name=x.name, root=x.root, offs=x.offs + k * n * x.nb[0]) for k in (0, 1))
     return [second, first] if node.params.get("swapped") else [first, second]
 
 
@@ -61,136 +75,218 @@ def _compute_kind(node: Node) -> str:
     return "f64" if "f64" in kinds or node.out.dtype is F64 else "f32"
 
 
+# -- which nodes become one kernel ----------------------------------------------------------------------------------------
+
 def group(graph: Graph) -> list[Step]:
-    """Steps with chains of pointwise nodes merged: a value that only one later pointwise node of the same dims reads, and
-    reads whole, is computed inside that node. In-place writes between the two to memory that the first reads keep them apart."""
+    """Steps with chains of pointwise nodes merged: a value of which every reader is in the chain, and reads it whole, is
+    computed there and never stored. Graph outputs are kept, and so is the order of a read and an in-place write after it."""
     steps = single_steps(graph)
-    readers: dict[int, int] = {}
+    readers: dict[int, set[int]] = {}
     for n in graph.nodes:
         for t in n.src:
             if t is not None:
-                readers[id(t)] = readers.get(id(t), 0) + 1
+                readers.setdefault(id(t), set()).add(n.seq)
     kept = {id(t) for t in graph.outputs}
-    made_by: dict[int, Step] = {}
-    writes: list[tuple[int, int]] = []  # (step index, root id) of in-place writes
-    result: list[Step] = []
-    position: dict[int, int] = {}
+    made_by: dict[int, int] = {}  # id of a pointwise result -> index of the step that ends with it
+    writes: list[tuple[int, Tensor]] = []  # in-place writes so far: index of the step, root of the memory
+
+    def absorbable(t: Tensor | None, s: Step) -> bool:
+        if t is None or id(t) not in made_by or id(t) in kept or t.ne != s.nodes[-1].out.ne or t.dtype not in (F32, F64):
+            return False
+        at = made_by[id(t)]
+        chain = [*steps[at].nodes, *s.nodes]
+        return (readers[id(t)] <= {n.seq for n in s.nodes} and len(chain) <= MAX_NODES and len(_outside(chain)) <= MAX_OPERANDS
+                and not any(w > at and _same_memory(root, x.root) for w, root in writes for x in steps[at].ins if x is not None))
+
     for i, s in enumerate(steps):
         node = s.nodes[-1]
-        if node.op.pointwise is not None:
-            for t in node.src:
-                p = made_by.get(id(t)) if t is not None else None
-                if p is None or t is None or readers[id(t)] != 1 or id(t) in kept or t.ne != node.out.ne or t.dtype not in (F32, F64):
-                    continue
-                reads = {id(x.root) for x in p.ins if x is not None}
-                ins = [*p.ins, *(x for x in s.ins if x is not t)]
-                if len({id(x) for x in ins}) > MAX_OPERANDS or any(at > position[id(p)] and root in reads for at, root in writes):
-                    continue
-                result.remove(p)
-                s.nodes[:0] = p.nodes
-                s.ins = ins
-                del made_by[id(t)]
-            made_by[id(node.out)] = s
-        elif node.op.inplace is not None:
-            writes.append((i, id(node.out.root)))
-        position[id(s)] = i
-        result.append(s)
-    return result
+        if node.op.inplace is not None:
+            writes.append((i, node.out.root))
+        if node.op.pointwise is None:
+            continue
+        while (t := next((x for x in s.ins if absorbable(x, s)), None)) is not None:
+            p = steps[made_by.pop(id(t))]
+            s.nodes = sorted([*p.nodes, *s.nodes], key=lambda n: n.seq)
+            s.ins = [*p.ins, *(x for x in s.ins if x is not t)]
+            p.nodes = []
+        made_by[id(node.out)] = i
+    return [s for s in steps if s.nodes]
 
 
-# -- source ---------------------------------------------------------------------------------------------------------------
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two roots may share bytes: leaves over one array can."""
+    return a is b or (a.data is not None and b.data is not None and np.may_share_memory(a.data, b.data))
 
-class _Outside:
-    """An operand from outside the chain: how the loops address it."""
 
-    def __init__(self, t: Tensor, out: Tensor) -> None:
-        ne, nb = list(t.ne), list(t.nb)
-        self.modulo = [ne[d] not in (1, out.ne[d]) for d in range(4)]
-        for d in range(4):
-            if ne[d] == 1 and (d > 0 or out.ne[0] > 1):
-                nb[d] = 0
-        self.dim0 = "m" if self.modulo[0] else "b" if ne[0] == 1 and out.ne[0] > 1 else "c" if t.rows_contiguous else "s"
-        self.tensor = Tensor(t.dtype, t.ne, (nb[0], nb[1], nb[2], nb[3]), name=t.name, root=t.root, offs=t.offs)
-        self.kind = _kind(t.dtype)
-        self.whole = t.ne == out.ne and t.is_contiguous
-        self.single = t.n_elements == 1
+def _key(t: Tensor) -> tuple[Any, ...]:
+    return id(t.root), t.offs, t.dtype.name, t.ne, t.nb
+
+
+def _outside(nodes: Sequence[Node]) -> dict[tuple[Any, ...], Tensor]:
+    """The distinct operands that come from outside a chain, in order of first use."""
+    inner = {id(n.out) for n in nodes}
+    return {_key(t): t for n in nodes for t in operands(n) if id(t) not in inner}
+
+
+# -- loops ----------------------------------------------------------------------------------------------------------------
+
+class _Dim(NamedTuple):
+    """One loop: its length, the stride of the result and of each operand (0: the same element all along), and each
+    operand's own length, which is shorter where it repeats."""
+
+    n: int
+    nb: tuple[int, ...]
+    own: tuple[int, ...]
+
+    @property
+    def repeats(self) -> bool:
+        return any(m != self.n for m in self.own)
+
+
+def _dims(out: Tensor, ins: Sequence[Tensor]) -> list[_Dim]:
+    """The loops over the result, innermost first: dims of one element dropped, dims that all walk in one stride merged."""
+    dims: list[_Dim] = []
+    for d in range(4):
+        n = out.ne[d]
+        if n == 1:
+            continue
+        dim = _Dim(n, (out.nb[d], *(0 if t.ne[d] == 1 else t.nb[d] for t in ins)), (n, *(n if t.ne[d] == 1 else t.ne[d] for t in ins)))
+        last = dims[-1] if dims else None
+        if last and not last.repeats and not dim.repeats and all(b == a * last.n for a, b in zip(last.nb, dim.nb, strict=True)):
+            dims[-1] = _Dim(last.n * n, last.nb, tuple(m * n for m in last.own))
+        else:
+            dims.append(dim)
+    return dims or [_Dim(1, (out.dtype.nbytes, *(0 for _ in ins)), (1,) * (1 + len(ins)))]
+
+
+def _as_loops(t: Tensor, dims: Sequence[_Dim], k: int) -> Tensor:
+    """Operand k (0: the result) with the dims of the loops."""
+    nb = ([d.nb[k] for d in dims] + [0, 0, 0])[:4]
+    return Tensor(t.dtype, shape4([d.own[k] for d in dims]), (nb[0], nb[1], nb[2], nb[3]), name=t.name, root=t.root, offs=t.offs)
 
 
 def launch_of(step: Step) -> Launch:
     """The launch of a chain of pointwise nodes (one or more), the last of which gives the result."""
     out = step.nodes[-1].out
-    outside: list[_Outside] = []
-    names: dict[int, str] = {}
-    body: list[str] = []
+    outside = _outside(step.nodes)
+    dims = _dims(out, list(outside.values()))
+    result = _as_loops(out, dims, 0)
+    ins = [_as_loops(t, dims, k) for k, t in enumerate(outside.values(), 1)]
+    body, params = _body(step.nodes, {k: i for i, k in enumerate(outside)})
+    flat = len(dims) == 1 and not dims[0].repeats
+    spans = [m for m in dims[0].own if m != dims[0].n]
+    if spans:
+        params.append(math.gcd(*spans))
+    lines = _flat_loop(ins, body) if flat else _row_loops(ins, body, dims, len(params) - 1)
+    args = ", ".join(["out", *(f"t{i}" for i in range(len(ins))), *(f"p{i}" for i in range(len(params))), "i0", "i1"])
+    head = [f"q{i}_{k} = {_CAST[k]}(p{i})" for i in range(len(params)) for k in _CAST if any(f"q{i}_{k}" in b for b in body)]
+    source = f"def pointwise({args}):\n" + "".join(f"    {x}\n" for x in [*head, *lines])
+    binds: dict[str, Any] = {f"load{i}": simd.LOAD[t.dtype.name] for i, t in enumerate(ins)}
+    binds["store"] = simd.STORE[out.dtype.name]
+    for k in sorted({_compute_kind(n) for n in step.nodes}):
+        binds.update({f"{n}_{k}": f for n, f in _FUNCTIONS[k].items() if f"{n}_{k}(" in source})
+    spec = KernelSpec(_function(source), binds, 1 + len(ins), "".join("f" if isinstance(p, float) else "i" for p in params))
+    name = "+".join(n.op.name.lower() for n in step.nodes) + ("[flat]" if flat else "[rows]")
+    items, chunk = (result.ne[0], CHUNK_ELEMENTS) if flat else (result.n_rows, default_chunk(result))
+    return Launch(spec, name, [result, *ins], params, items, chunk)
+
+
+def _flat_loop(ins: Sequence[Tensor], body: Sequence[str]) -> list[str]:
+    once, each = _loads(ins, [f"t{i}.p" for i in range(len(ins))], set())
+    return [*once, "for i in range(i0, i1):", *(f"    {x}" for x in [*each, *body, "store(out.p, i, v)"])]
+
+
+def _row_loops(ins: Sequence[Tensor], body: Sequence[str], dims: Sequence[_Dim], span: int) -> list[str]:
+    repeats = [{k - 1 for k, m in enumerate(d.own) if m != d.n} for d in dims]  # per loop the operands that repeat in it
+    outer = range(1, len(dims))
+    rows = []
+    for i in range(-1, len(ins)):
+        t = "out" if i < 0 else f"t{i}"
+        terms = [f"{f'(j{d} % {t}.ne{d})' if i in repeats[d] else f'j{d}'} * {t}.nb{d}" for d in outer]
+        rows.append(f"{'o' if i < 0 else f'a{i}'} = at({t}.p, {' + '.join(terms) or '0'})")
+    once, each = _loads(ins, [f"a{i}" for i in range(len(ins))], repeats[0])
+    inner = [*each, *body, "store(o, i, v)"]
+    if repeats[0]:
+        wrapped = [f"w{i} = at(a{i}, (s % t{i}.ne0 - s) * t{i}.nb0)" for i in sorted(repeats[0])]
+        loop = [f"for s in range(0, out.ne0, p{span}):", *(f"    {x}" for x in [*wrapped, f"for i in range(s, s + p{span}):", *(f"    {x}" for x in inner)])]
+    else:
+        loop = ["for i in range(out.ne0):", *(f"    {x}" for x in inner)]
+    step = ["j1 += 1", "if j1 == out.ne1:", "    j1, j2 = 0, j2 + 1", "    if j2 == out.ne2:", "        j2, j3 = 0, j3 + 1"]
+    return ["j1 = i0 % out.ne1", "j2 = i0 // out.ne1 % out.ne2", "j3 = i0 // out.ne1 // out.ne2", "for _ in range(i0, i1):",
+            *(f"    {x}" for x in [*rows, *once, *loop, *step])]
+
+
+def _loads(ins: Sequence[Tensor], base: Sequence[str], repeats: set[int]) -> tuple[list[str], list[str]]:
+    """Loads of the operands before and inside the innermost loop over i."""
+    once, each = [], []
+    for i, (t, p) in enumerate(zip(ins, base, strict=True)):
+        if t.nb[0] == 0:
+            once.append(f"x{i} = load{i}({p}, 0)")
+            continue
+        p = f"w{i}" if i in repeats else p
+        each.append(f"x{i} = load{i}({p}, i)" if t.nb[0] == t.dtype.nbytes else f"x{i} = load{i}(at({p}, i * t{i}.nb0), 0)")
+    return once, each
+
+
+# -- expressions ----------------------------------------------------------------------------------------------------------
+
+def _body(nodes: Sequence[Node], outside: dict[tuple[Any, ...], int]) -> tuple[list[str], list[int | float]]:
+    """Statements that compute the nodes' values, the last one named v, and the params that they use as q0, q1, ..."""
+    inner: dict[int, str] = {}
     params: list[int | float] = []
-    for k, node in enumerate(step.nodes):
+    lines = []
+    for k, node in enumerate(nodes):
         pw = node.op.pointwise
         assert pw is not None
-        kind = _compute_kind(node)
+        kind, stored = _compute_kind(node), _kind(node.out.dtype)
         scope = {}
         for letter, t in zip("abc", operands(node), strict=False):
-            if id(t) not in names:
-                names[id(t)] = f"x{len(outside)}"
-                outside.append(_Outside(t, out))
-            var = names[id(t)]
-            have = outside[int(var[1:])].kind if var[0] == "x" else _kind(t.dtype)
-            scope[letter] = var if have == kind else f"{_CAST[kind]}({var})"
+            var = inner.get(id(t)) or f"x{outside[_key(t)]}"
+            scope[letter] = var if _kind(t.dtype) == kind else f"{_CAST[kind]}({var})"
         for name in pw.params:
             scope[name] = f"q{len(params)}_{kind}"
             params.append(float(node.params[name]))
-        body.append(f"v{k} = {_expression(pw.expr, scope, kind)}")
-        names[id(node.out)] = f"v{k}"
-    last = step.nodes[-1]
-    result, kind, stored = f"v{len(step.nodes) - 1}", _compute_kind(last), _kind(out.dtype)
-    value = result if kind == stored else f"{_CAST[stored]}({result})"
-    flat = all(o.whole or o.single for o in outside)
-    lines = _flat(outside, body, value) if flat else _rows(outside, body, value)
-    head = [f"q{i}_{k} = {_CAST[k]}(p{i})" for i in range(len(params)) for k in ("f32", "f64", "i64") if any(f"q{i}_{k}" in b for b in body)]
-    args = ", ".join(["out", *(f"t{i}" for i in range(len(outside))), *(f"p{i}" for i in range(len(params))), "i0", "i1"])
-    source = f"def pointwise({args}):\n" + "".join(f"    {x}\n" for x in [*head, *lines])
-    kinds = tuple(sorted({_compute_kind(n) for n in step.nodes}))
-    binds: dict[str, Any] = {f"load{i}": simd.LOAD[o.tensor.dtype.name] for i, o in enumerate(outside)}
-    binds["store"] = simd.STORE[out.dtype.name]
-    for k in kinds:
-        binds.update({f"{n}_{k}": f for n, f in _FUNCTIONS[k].items() if f"{n}_{k}(" in source})
-    spec = KernelSpec(_function(source), binds, 1 + len(outside), "f" * len(params))
-    name = "+".join(n.op.name.lower() for n in step.nodes) + ("[flat]" if flat else "[rows]")
-    items, chunk = (out.n_elements, CHUNK_ELEMENTS) if flat else (out.n_rows, default_chunk(out))
-    return Launch(spec, name, [out, *(o.tensor for o in outside)], params, items, chunk)
+        value = _expression(node.op.name, pw.expr, scope, kind)
+        if stored == "i64" != kind:
+            if node.out.dtype is not I32:
+                raise UnsupportedOp(f"{node.op.name}: no conversion from {kind} to {node.out.dtype.name}; legal: i32")
+            value = f"to_i32_{kind}({value})"
+        elif stored != kind:
+            value = f"{_CAST[stored]}({value})"
+        inner[id(node.out)] = f"v{k}" if node is not nodes[-1] else "v"
+        lines.append(f"{inner[id(node.out)]} = {value}")
+    return lines, params
 
 
-def _expression(expr: str, scope: dict[str, str], kind: str) -> str:
-    text = _NUMBER.sub(lambda m: f"{_CAST[kind]}({m.group()})", expr)
-    return _NAME.sub(lambda m: scope.get(m.group(), f"{m.group()}_{kind}" if m.group() in _FUNCTIONS[kind] else m.group()), text)
+def _expression(op_name: str, expr: str, scope: dict[str, str], kind: str) -> str:
+    """A pointwise expression as kernel source: numbers typed, names replaced, choices as selects."""
+    functions = _FUNCTIONS[kind]
 
+    def emit(e: ast.expr) -> str:
+        match e:
+            case ast.Constant(value=int() | float() as v):
+                return f"{_CAST[kind]}({v!r})"
+            case ast.Name(id=name) if name in scope:
+                return scope[name]
+            case ast.UnaryOp(op=ast.USub(), operand=x):
+                return f"(-{emit(x)})"
+            case ast.BinOp(left=x, op=o, right=y) if type(o) in _OPERATORS:
+                return f"({emit(x)} {_OPERATORS[type(o)]} {emit(y)})"
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in functions:
+                return f"{name}_{kind}({', '.join(map(emit, args))})"
+            case ast.IfExp(test=ast.Compare(left=x, ops=[o], comparators=[y]), body=yes, orelse=no) if type(o) in _CHOICES:
+                return f"({_CHOICES[type(o)][kind == 'f32'].format(x=emit(x), y=emit(y), yes=emit(yes), no=emit(no))})"
+        raise UnsupportedOp(f"{op_name}: {ast.unparse(e)!r} in the expression {expr!r}; legal for {kind}: {', '.join(scope)}, numbers, + - * /, "
+                            f"x if y < z else w, {', '.join(functions) or 'no functions'}")
 
-def _flat(outside: list[_Outside], body: list[str], value: str) -> list[str]:
-    singles = [f"x{i} = load{i}(t{i}.p, 0)" for i, o in enumerate(outside) if not o.whole]
-    loads = [f"x{i} = load{i}(t{i}.p, i)" for i, o in enumerate(outside) if o.whole]
-    return [*singles, "for i in range(i0, i1):", *(f"    {x}" for x in [*loads, *body, f"store(out.p, i, {value})"])]
-
-
-def _rows(outside: list[_Outside], body: list[str], value: str) -> list[str]:
-    lines = ["for r in range(i0, i1):", "    q = r // out.ne1", "    j1 = r - q * out.ne1", "    j3 = q // out.ne2", "    j2 = q - j3 * out.ne2",
-             "    o = at(out.p, j1 * out.nb1 + j2 * out.nb2 + j3 * out.nb3)"]
-    loads = []
-    for i, x in enumerate(outside):
-        index = [f"j{d} % t{i}.ne{d}" if x.modulo[d] else f"j{d}" for d in (1, 2, 3)]
-        lines.append(f"    a{i} = at(t{i}.p, {' + '.join(f'({j}) * t{i}.nb{d}' for d, j in enumerate(index, 1))})")
-        if x.dim0 == "b":
-            lines.append(f"    x{i} = load{i}(a{i}, 0)")
-        elif x.dim0 == "s":
-            loads.append(f"x{i} = load{i}(at(a{i}, i * t{i}.nb0), 0)")
-        else:
-            loads.append(f"x{i} = load{i}(a{i}, i{f' % t{i}.ne0' if x.dim0 == 'm' else ''})")
-    return [*lines, "    for i in range(out.ne0):", *(f"        {x}" for x in [*loads, *body, f"store(o, i, {value})"])]
+    return emit(ast.parse(expr, mode="eval").body)
 
 
 @functools.cache
 def _function(source: str) -> Callable[..., Any]:
     file = f"<pyggml pointwise {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"at": simd.at, "np": np}
+    scope: dict[str, Any] = {"at": simd.at, "np": np, **{n: getattr(mathf, n) for n in ("if_less", "if_at_most", "if_equal", "to_i32_f32", "to_i32_f64")}}
     exec(compile(source, file, "exec"), scope)
     fn: Callable[..., Any] = scope["pointwise"]
     return fn

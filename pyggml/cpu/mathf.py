@@ -1,7 +1,12 @@
 """float32 functions for kernels: branch-free, so that LLVM vectorizes loops that call them; the same bits in any lane.
 
-Errors against float64 over the stated ranges are measured by tests/test_mathf.py: exp, expm1, log, log1p, sigmoid and
-tanh stay within 2 ulp. exp overflows to inf above 88.7228 and passes through the subnormals to 0 below -103.97. NaN stays NaN.
+Largest errors against float64, measured by tests/test_mathf.py over all exponents: exp, expm1, log, log1p, tanh and
+softplus 2 ulp, sigmoid and silu 3 ulp, subnormal results included. gelu is as exact as its float32 argument of the
+sigmoid: 3 ulp between -1 and inf, and an absolute error below 1e-7 further left. exp overflows to inf above 88.7228 and
+passes through the subnormals to 0 below -103.97. NaN stays NaN, and infinities give the limits.
+
+The coefficients are minimax fits of the relative error (Lawson's iteration in float64, then rounded one by one, the
+rest fitted again).
 """
 
 from __future__ import annotations
@@ -10,81 +15,154 @@ from typing import Any
 
 import numpy as np
 
-from pyggml.cpu.simd import F0, F1, fabs, fma, from_bits, helper, itof, rint, to_bits, to_i32
+from pyggml.cpu.simd import F0, F1, fabs, fma, fmax, fmin, helper, intrinsic
 
-LOG2E = np.float32(1.44269504088896341)
-LN2_HI = np.float32(0.693145751953125)  # the product with |n| <= 150 is exact
-LN2_LO = np.float32(1.42860682030941723e-6)
-EXP_MIN, EXP_MAX = np.float32(-104.0), np.float32(89.0)
-E2, E3, E4, E5, E6, E7 = (np.float32(c) for c in (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040))
-I127, I23, I1 = np.int32(127), np.int32(23), np.int32(1)
-SQRT_HALF_BITS = np.int32(0x3F3504F3)
-MANTISSA = np.int32(0x007FFFFF)
-TINY, SUBNORMAL_SCALE, SUBNORMAL_EXP = np.float32(1.17549435e-38), np.float32(2.0 ** 25), np.float32(25)
-INF = np.float32(np.inf)
-NAN = np.float32(np.nan)
+INF, NAN = np.float32(np.inf), np.float32(np.nan)
 HALF, TWO, TWENTY = np.float32(0.5), np.float32(2), np.float32(20)
+LOWEST = np.float32(-3.4028235e38)
+LOG2E = np.float32(1.44269504088896341)
+LN2_HI = np.float32(0.693145751953125)  # 14 bits, so that n * LN2_HI is exact for |n| <= 150
+LN2_LO = np.float32(1.42860682030941723e-6)
+ROUND = np.float32(1.5 * 2.0 ** 23)  # x + ROUND holds x, rounded to a whole number, in its low bits
+EXP_MIN, EXP_MAX = np.float32(-104.0), np.float32(89.0)
+E3, E4, E5, E6, E7 = (np.float32(c) for c in (0.166666672, 0.0416664891, 0.00833320711, 0.00139326649, 0.000199451009))
 L3, L4, L5, L6, L7, L8, L9, L10, L11 = (np.float32(c) for c in (
-    3.3333331174e-1, -2.4999993993e-1, 2.0000714765e-1, -1.6668057665e-1, 1.4249322787e-1, -1.2420140846e-1, 1.1676998740e-1,
-    -1.1514610310e-1, 7.0376836292e-2))
-GELU_A, GELU_B = np.float32(0.79788456080286535588), np.float32(0.044715)
+    0.333333135, -0.250000089, 0.200020716, -0.166679874, 0.14220354, -0.12406265, 0.118836425, -0.116699614, 0.0674885735))
+T3, T5, T7, T9, T11 = (np.float32(c) for c in (-0.333332807, 0.133314058, -0.0537365153, 0.0206281673, -0.00569229666))
+TANH_SMALL, TANH_ONE = np.float32(0.625), np.float32(10)
+TINY, SUBNORMAL_SCALE, SUBNORMAL_EXP = np.float32(2.0 ** -126), np.float32(2.0 ** 25), np.float32(25)
+GELU_A, GELU_B = np.float32(1.5957691216057308), np.float32(0.07135481627159763)  # 2 sqrt(2/pi), and times 0.044715
 
 
-@helper
-def pow2(n: Any) -> Any:
-    """2^n of an int32 n in [-126, 127]."""
-    return from_bits((n + I127) << I23)
+# Whole numbers stay 32 bits wide here: numba would make 64 of them, and AVX2 has no vector conversion for those.
+
+@intrinsic("i32(f32)")
+def rounded(b: Any, ir: Any, z: Any) -> Any:
+    """The whole number in z = x + ROUND (any bits for NaN: no conversion that would be undefined)."""
+    i32 = ir.IntType(32)
+    return b.sub(b.bitcast(z, i32), i32(0x4B400000))
 
 
-@helper
-def exp_parts(x: Any) -> Any:
-    """r and n with exp(x) = 2^n exp(r), |r| <= ln(2)/2, for x in [-104, 89]."""
-    n = rint(x * LOG2E)
-    return fma(n, -LN2_LO, fma(n, -LN2_HI, x)), to_i32(n)
+@intrinsic("f32(i32)")
+def pow2(b: Any, ir: Any, n: Any) -> Any:
+    """2^n for n in [-126, 127]; 0 for -127."""
+    i32 = ir.IntType(32)
+    return b.bitcast(b.shl(b.add(n, i32(127)), i32(23)), ir.FloatType())
+
+
+@intrinsic("f32(i32)")
+def pow2_half(b: Any, ir: Any, n: Any) -> Any:
+    """2^floor(n / 2)."""
+    i32 = ir.IntType(32)
+    return b.bitcast(b.shl(b.add(b.ashr(n, i32(1)), i32(127)), i32(23)), ir.FloatType())
+
+
+@intrinsic("f32(i32)")
+def pow2_rest(b: Any, ir: Any, n: Any) -> Any:
+    """2^(n - floor(n / 2))."""
+    i32 = ir.IntType(32)
+    return b.bitcast(b.shl(b.add(b.sub(n, b.ashr(n, i32(1))), i32(127)), i32(23)), ir.FloatType())
+
+
+@intrinsic("f32(i32)")
+def pow2_minus(b: Any, ir: Any, n: Any) -> Any:
+    """2^-n for n in [-127, 126], about 0 for larger n."""
+    i32 = ir.IntType(32)
+    few = b.select(b.icmp_signed("<", n, i32(126)), n, i32(126))
+    return b.bitcast(b.shl(b.sub(i32(127), few), i32(23)), ir.FloatType())
+
+
+@intrinsic("i32(f32)")
+def exponent(b: Any, ir: Any, x: Any) -> Any:
+    """e of x = 2^e m with m in [sqrt(1/2), sqrt(2)), for normal x > 0."""
+    i32 = ir.IntType(32)
+    return b.ashr(b.sub(b.bitcast(x, i32), i32(0x3F3504F3)), i32(23))
+
+
+@intrinsic("f32(f32, i32)")
+def mantissa(b: Any, ir: Any, x: Any, e: Any) -> Any:
+    """m of x = 2^e m."""
+    i32 = ir.IntType(32)
+    return b.bitcast(b.sub(b.bitcast(x, i32), b.shl(e, i32(23))), ir.FloatType())
+
+
+@intrinsic("f32(i32)")
+def float_of(b: Any, ir: Any, n: Any) -> Any:
+    """float32 of a 32-bit whole number."""
+    return b.sitofp(n, ir.FloatType())
+
+
+def _saturated(b: Any, ir: Any, x: Any) -> Any:
+    i32 = ir.IntType(32)
+    convert = b.module.declare_intrinsic("llvm.fptosi.sat", (i32, x.type), ir.FunctionType(i32, [x.type]))
+    return b.sext(b.call(convert, [x]), ir.IntType(64))
+
+
+@intrinsic("i64(f32)")
+def to_i32_f32(b: Any, ir: Any, x: Any) -> Any:
+    """x truncated towards 0 to a 32-bit whole number: the nearest one beyond their range, 0 for NaN."""
+    return _saturated(b, ir, x)
+
+
+@intrinsic("i64(f64)")
+def to_i32_f64(b: Any, ir: Any, x: Any) -> Any:
+    """The same of a float64."""
+    return _saturated(b, ir, x)
+
+
+# Choices are selects in the IR: of `a if x < y else b` LLVM may make a branch around a costly a, and then no vectors.
+
+@intrinsic("f32(f32, f32, f32, f32)")
+def if_less(b: Any, ir: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
+    """yes where x < y, else (also for NaN) no."""
+    return b.select(b.fcmp_ordered("<", x, y), yes, no)
+
+
+@intrinsic("f32(f32, f32, f32, f32)")
+def if_at_most(b: Any, ir: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
+    """yes where x <= y, else (also for NaN) no."""
+    return b.select(b.fcmp_ordered("<=", x, y), yes, no)
+
+
+@intrinsic("f32(f32, f32, f32, f32)")
+def if_equal(b: Any, ir: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
+    """yes where x == y, else (also for NaN) no."""
+    return b.select(b.fcmp_ordered("==", x, y), yes, no)
 
 
 @helper
 def exp_tail(r: Any) -> Any:
     """exp(r) - 1 for |r| <= ln(2)/2."""
-    return fma(fma(fma(fma(fma(fma(E7, r, E6), r, E5), r, E4), r, E3), r, E2), r * r, r)
+    return fma(fma(fma(fma(fma(fma(E7, r, E6), r, E5), r, E4), r, E3), r, HALF), r * r, r)
+
+
+@helper
+def reduce_exp(x: Any, n: Any) -> Any:
+    """x - n ln 2."""
+    return fma(n, -LN2_LO, fma(n, -LN2_HI, x))
 
 
 @helper
 def exp(x: Any) -> Any:
     """e^x."""
-    c = EXP_MIN if x < EXP_MIN else x
-    c = EXP_MAX if c > EXP_MAX else c
-    r, n = exp_parts(c)
-    half = n >> I1  # in two factors, so that results below the normal range round once, at the end
-    return (exp_tail(r) + F1) * pow2(half) * pow2(n - half)
+    c = fmin(EXP_MAX, fmax(EXP_MIN, x))
+    z = fma(c, LOG2E, ROUND)
+    n = rounded(z)
+    # 2^n in two factors, so that results below the normal range round once, at the end.
+    return (exp_tail(reduce_exp(c, z - ROUND)) + F1) * pow2_half(n) * pow2_rest(n)
 
 
 @helper
 def expm1(x: Any) -> Any:
     """e^x - 1, exact to rounding near 0."""
-    c = EXP_MIN if x < EXP_MIN else x
-    c = EXP_MAX if c > EXP_MAX else c
-    r, n = exp_parts(c)
-    half = n >> I1
-    a, b = pow2(half), pow2(n - half)
+    c = fmin(EXP_MAX, fmax(EXP_MIN, x))
+    z = fma(c, LOG2E, ROUND)
+    n = rounded(z)
+    a, b = pow2_half(n), pow2_rest(n)
     s = a * b
-    return fma(s, exp_tail(r), s - F1) if s < INF else (exp_tail(r) + F1) * a * b
-
-
-@helper
-def log(x: Any) -> Any:
-    """Natural logarithm; -inf at 0, NaN below."""
-    small = x < TINY
-    y = x * SUBNORMAL_SCALE if small else x
-    bits = to_bits(y)
-    e = (bits - SQRT_HALF_BITS) >> I23  # so that the mantissa lies in [sqrt(1/2), sqrt(2))
-    m = from_bits(bits - (e << I23))
-    n = itof(np.int64(e)) - (SUBNORMAL_EXP if small else F0)
-    r = log_tail(m - F1, n)
-    r = -INF if x == F0 else r
-    r = NAN if x < F0 else r
-    r = INF if x == INF else r
-    return x if x != x else r
+    t = exp_tail(reduce_exp(c, z - ROUND))
+    r = if_less(s, INF, fma(s, t, s - F1), (t + F1) * a * b)  # 2^128 is no float32, yet the result may be one
+    return if_equal(x, F0, x, r)
 
 
 @helper
@@ -97,12 +175,29 @@ def log_tail(f: Any, n: Any) -> Any:
 
 
 @helper
+def log_ends(x: Any, r: Any) -> Any:
+    """r, with -inf at x = 0, NaN below, and inf and NaN as they are."""
+    r = if_equal(x, F0, -INF, r)
+    r = if_less(x, F0, NAN, r)
+    return if_less(x, INF, r, x)
+
+
+@helper
+def log(x: Any) -> Any:
+    """Natural logarithm; -inf at 0, NaN below."""
+    y = if_less(x, TINY, x * SUBNORMAL_SCALE, x)
+    e = exponent(y)
+    return log_ends(x, log_tail(mantissa(y, e) - F1, float_of(e) - if_less(x, TINY, SUBNORMAL_EXP, F0)))
+
+
+@helper
 def log1p(x: Any) -> Any:
-    """log(1 + x), exact to rounding near 0."""
+    """log(1 + x), exact to rounding near 0; -inf at -1, NaN below."""
     u = F1 + x
-    fix = (x - (u - F1)) / u
-    r = log(u) + (fix if fabs(x) < INF else F0)
-    return x if u == F1 else r
+    e = exponent(u)
+    lost = x - (u - F1)  # what rounding took from 1 + x; it goes into the mantissa, where f = x again when e = 0
+    r = log_tail(fma(lost, pow2_minus(e), mantissa(u, e) - F1), float_of(e))
+    return if_equal(u, F1, x, log_ends(u, r))
 
 
 @helper
@@ -113,27 +208,31 @@ def sigmoid(x: Any) -> Any:
 
 @helper
 def silu(x: Any) -> Any:
-    """x sigmoid(x)."""
-    return x / (F1 + exp(-x))
+    """x sigmoid(x); 0 at -inf."""
+    return fmax(LOWEST, x) / (F1 + exp(-x))
 
 
 @helper
 def tanh(x: Any) -> Any:
     """Hyperbolic tangent, odd to the last bit."""
     a = fabs(x)
-    c = TWENTY if a > TWENTY else a
-    m = expm1(c + c)
-    t = m / (m + TWO)
-    return -t if x < F0 else t
+    z = x * x
+    near = fma(fma(fma(fma(fma(T11, z, T9), z, T7), z, T5), z, T3) * z, x, x)
+    c = fmin(TANH_ONE, a)
+    c = c + c
+    w = fma(c, LOG2E, ROUND)
+    far = F1 - TWO / fma(exp_tail(reduce_exp(c, w - ROUND)) + F1, pow2(rounded(w)), F1)
+    return if_less(a, TANH_SMALL, near, if_less(x, F0, -far, far))
 
 
 @helper
 def softplus(x: Any) -> Any:
     """log(1 + e^x); x itself above 20, as ggml (and every Mamba2 implementation) has it."""
-    return x if x > TWENTY else log1p(exp(x))
+    return if_less(TWENTY, x, x, log1p(exp(x)))
 
 
 @helper
 def gelu(x: Any) -> Any:
-    """The tanh form of GELU, as ggml_gelu."""
-    return HALF * x * (F1 + tanh(GELU_A * x * fma(GELU_B * x, x, F1)))
+    """The tanh form of GELU, as ggml_gelu, through x (1 + tanh(u)) / 2 = x sigmoid(2u); 0 at -inf."""
+    c = fmax(LOWEST, x)
+    return c / (F1 + exp(-c * fma(GELU_B * c, c, GELU_A)))

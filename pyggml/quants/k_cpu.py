@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from pyggml.cpu.simd import at, helper, intrinsic, itof, ld_f16, ld_i32
-from pyggml.quants.legacy_cpu import concat, constant, load_bytes, splat, store_floats, to_floats
+from pyggml.cpu.vector import byte_constant, bytes_to_floats, concat, load_bytes, splat, store_floats
 
 
 def _store_affine(b: Any, ir: Any, dst: Any, q: Any, d: Any, m: Any) -> None:
     """dst[i] = d q[i] - m, in two roundings as the NumPy form has it."""
     n = q.type.count
-    store_floats(b, dst, b.fsub(b.fmul(splat(b, ir, d, n), to_floats(b, ir, q)), splat(b, ir, m, n)))
+    store_floats(b, dst, b.fsub(b.fmul(splat(b, ir, d, n), bytes_to_floats(b, ir, q)), splat(b, ir, m, n)))
 
 
 @intrinsic("void(ptr, ptr, f32, f32, f32, f32)")
 def affine_q4x64(b: Any, ir: Any, dst: Any, src: Any, d0: Any, m0: Any, d1: Any, m1: Any) -> None:
     """64 weights: d0 q - m0 of the low nibbles of 32 bytes, then d1 q - m1 of the high ones."""
     packed = load_bytes(b, ir, src, 32)
-    _store_affine(b, ir, dst, b.and_(packed, constant(ir, 15, 32)), d0, m0)
-    _store_affine(b, ir, b.gep(dst, [ir.IntType(64)(128)]), b.lshr(packed, constant(ir, 4, 32)), d1, m1)
+    _store_affine(b, ir, dst, b.and_(packed, byte_constant(ir, 15, 32)), d0, m0)
+    _store_affine(b, ir, b.gep(dst, [ir.IntType(64)(128)]), b.lshr(packed, byte_constant(ir, 4, 32)), d1, m1)
 
 
 @intrinsic("void(ptr, ptr, ptr, i64, f32, f32, f32, f32)")
@@ -28,13 +28,13 @@ def affine_q5x64(b: Any, ir: Any, dst: Any, src: Any, high: Any, bit: Any, d0: A
     nibbles, the next one for the high."""
     packed, upper = load_bytes(b, ir, src, 32), load_bytes(b, ir, high, 32)
     mask = splat(b, ir, b.trunc(bit, ir.IntType(8)), 32)
-    zero, sixteen = constant(ir, 0, 32), constant(ir, 16, 32)
+    zero, sixteen = byte_constant(ir, 0, 32), byte_constant(ir, 16, 32)
 
     def fifth(bits: Any) -> Any:
         return b.select(b.icmp_unsigned("!=", b.and_(upper, bits), zero), sixteen, zero)
 
-    _store_affine(b, ir, dst, b.or_(b.and_(packed, constant(ir, 15, 32)), fifth(mask)), d0, m0)
-    high_q = b.or_(b.lshr(packed, constant(ir, 4, 32)), fifth(b.add(mask, mask)))
+    _store_affine(b, ir, dst, b.or_(b.and_(packed, byte_constant(ir, 15, 32)), fifth(mask)), d0, m0)
+    high_q = b.or_(b.lshr(packed, byte_constant(ir, 4, 32)), fifth(b.add(mask, mask)))
     _store_affine(b, ir, b.gep(dst, [ir.IntType(64)(128)]), high_q, d1, m1)
 
 
@@ -45,9 +45,9 @@ def scale_q6x128(b: Any, ir: Any, dst: Any, low: Any, high: Any, sc: Any, d: Any
     nibbles = [load_bytes(b, ir, b.gep(low, [i64(32 * k)]), 32) for k in (0, 1)]
     pairs = load_bytes(b, ir, high, 32)
     for i in range(4):
-        lo = b.and_(b.lshr(nibbles[i & 1], constant(ir, 4 * (i >> 1), 32)), constant(ir, 15, 32))
-        hi = b.shl(b.and_(b.lshr(pairs, constant(ir, 2 * i, 32)), constant(ir, 3, 32)), constant(ir, 4, 32))
-        q = to_floats(b, ir, b.sub(b.or_(lo, hi), constant(ir, 32, 32)))
+        lo = b.and_(b.lshr(nibbles[i & 1], byte_constant(ir, 4 * (i >> 1), 32)), byte_constant(ir, 15, 32))
+        hi = b.shl(b.and_(b.lshr(pairs, byte_constant(ir, 2 * i, 32)), byte_constant(ir, 3, 32)), byte_constant(ir, 4, 32))
+        q = bytes_to_floats(b, ir, b.sub(b.or_(lo, hi), byte_constant(ir, 32, 32)))
         scales = [splat(b, ir, b.fmul(d, b.sitofp(b.load(b.gep(sc, [i64(2 * i + k)])), f32)), 16) for k in (0, 1)]
         store_floats(b, b.gep(dst, [i64(128 * i)]), b.fmul(concat(b, ir, *scales), q))
 

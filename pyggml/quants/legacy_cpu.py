@@ -5,44 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from pyggml.cpu.simd import at, helper, intrinsic, ld_f16
-
-
-def load_bytes(b: Any, ir: Any, p: Any, n: int) -> Any:
-    """n bytes at p as a vector (for builders of intrinsics); blocks have no alignment."""
-    return b.load(b.bitcast(p, ir.VectorType(ir.IntType(8), n).as_pointer()), align=1)
-
-
-def splat(b: Any, ir: Any, v: Any, n: int) -> Any:
-    """n copies of a scalar (for builders of intrinsics)."""
-    one = b.insert_element(ir.Constant(ir.VectorType(v.type, n), ir.Undefined), v, ir.IntType(32)(0))
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), n), [0] * n))
-
-
-def constant(ir: Any, v: int, n: int) -> Any:
-    """n copies of a constant byte (for builders of intrinsics)."""
-    return ir.Constant(ir.VectorType(ir.IntType(8), n), [v] * n)
-
-
-def concat(b: Any, ir: Any, x: Any, y: Any) -> Any:
-    """The elements of vector x, then those of y (for builders of intrinsics)."""
-    n = 2 * x.type.count
-    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), n), list(range(n))))
-
-
-def store_floats(b: Any, dst: Any, v: Any) -> None:
-    """Store a vector of float32 at dst (for builders of intrinsics)."""
-    b.store(v, b.bitcast(dst, v.type.as_pointer()), align=4)
-
-
-def to_floats(b: Any, ir: Any, q: Any) -> Any:
-    """float32 of a vector of signed bytes (for builders of intrinsics)."""
-    return b.sitofp(q, ir.VectorType(ir.FloatType(), q.type.count))
+from pyggml.cpu.vector import byte_constant, bytes_to_floats, concat, load_bytes, splat, store_floats
 
 
 @intrinsic("void(ptr, ptr, f32)")
 def scale_i8x32(b: Any, ir: Any, dst: Any, src: Any, d: Any) -> None:
     """dst[i] = d q[i] for 32 signed bytes q."""
-    q = to_floats(b, ir, load_bytes(b, ir, src, 32))
+    q = bytes_to_floats(b, ir, load_bytes(b, ir, src, 32))
     store_floats(b, dst, b.fmul(splat(b, ir, d, 32), q))
 
 
@@ -50,8 +19,8 @@ def scale_i8x32(b: Any, ir: Any, dst: Any, src: Any, d: Any) -> None:
 def scale_q4x32(b: Any, ir: Any, dst: Any, src: Any, d: Any) -> None:
     """dst[i] = d (q[i] - 8), q the low nibbles of 16 bytes, then the high ones."""
     packed = load_bytes(b, ir, src, 16)
-    q = concat(b, ir, b.and_(packed, constant(ir, 15, 16)), b.lshr(packed, constant(ir, 4, 16)))
-    store_floats(b, dst, b.fmul(splat(b, ir, d, 32), to_floats(b, ir, b.sub(q, constant(ir, 8, 32)))))
+    q = concat(b, ir, b.and_(packed, byte_constant(ir, 15, 16)), b.lshr(packed, byte_constant(ir, 4, 16)))
+    store_floats(b, dst, b.fmul(splat(b, ir, d, 32), bytes_to_floats(b, ir, b.sub(q, byte_constant(ir, 8, 32)))))
 
 
 @helper

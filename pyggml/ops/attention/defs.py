@@ -1,1 +1,215 @@
-"""The attention ops."""
+"""Attention's own ops, and the choice of the largest: SOFT_MAX, ROPE, ARGSORT, TOP_K."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from pyggml.cases import Case, Fill, case, f16, f32, i32, leaf, perf
+from pyggml.dtypes import F16, F32, I32
+from pyggml.errors import ParamError
+from pyggml.registry import Cost, Spec, default_bytes, like, op, out, require, require_type
+from pyggml.tensor import Node, Tensor
+
+
+@op("SOFT_MAX", inputs="x mask", limit=2e-13)
+def soft_max(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Spec:
+    """softmax(x * scale + mask) over dim 0.
+
+    x: f32 [n_kv, n, c2, c3]; mask: f32 or f16 [n_kv, m >= n, b2, b3], where b2 divides c2 and b3 divides c3, repeated over
+    them. A row that is all -inf gives zeros (ggml gives NaN, which one dead row would spread over a whole batch); NaN stays
+    NaN. Source: ggml_soft_max_ext, without its ALiBi slopes.
+
+    >>> import numpy as np, pyggml as pg
+    >>> x = pg.tensor(np.zeros((1, 2), np.float32))
+    >>> pg.compute(pg.soft_max(x, pg.tensor(np.array([[0.0, -np.inf]], np.float32))), {}, backend="reference")
+    array([1., 0.])
+    """
+    require_type("SOFT_MAX", "x", x, F32)
+    require(_is_finite(scale), "SOFT_MAX", f"scale is {scale!r}; legal: a finite number", ParamError)
+    if mask is not None:
+        require_type("SOFT_MAX", "mask", mask, F32, F16)
+        fits = mask.ne[0] == x.ne[0] and mask.ne[1] >= x.ne[1] and x.ne[2] % mask.ne[2] == 0 and x.ne[3] % mask.ne[3] == 0
+        require(fits, "SOFT_MAX", f"mask has ne {list(mask.ne)}; legal for x of ne {list(x.ne)}: [{x.ne[0]}, {x.ne[1]} or more, a divisor of "
+                f"{x.ne[2]}, a divisor of {x.ne[3]}]")
+    return like(x)
+
+
+@soft_max.reference
+def _soft_max(x: np.ndarray, mask: np.ndarray | None, *, scale: float) -> np.ndarray:
+    v = x * scale
+    if mask is not None:
+        m = mask[:, :, : x.shape[2]]
+        v = v + np.tile(m, (x.shape[0] // m.shape[0], x.shape[1] // m.shape[1], 1, 1))
+    top = v.max(axis=-1, keepdims=True)
+    e = np.exp(v - np.where(top == -np.inf, 0.0, top))
+    total = e.sum(axis=-1, keepdims=True)
+    return e / np.where(total == 0, 1.0, total)
+
+
+@soft_max.cost
+def _soft_max_cost(node: Node) -> Cost:
+    return Cost(6 * node.out.n_elements, default_bytes(node))  # scale and mask, max, difference, exp, sum, product
+
+
+@soft_max.cases
+def _soft_max_cases() -> Iterator[Case]:
+    for n in (1, 15, 16, 17, 32, 200, 1025):
+        yield case(f32(n, 5, 4, 3, lo=-5, hi=5))
+    for scale in (1.0, 0.1):
+        yield case(f32(32, 2, 32, 1), f32(32, 2), scale=scale)
+        yield case(f32(37, 5, 6, 4), f16(37, 8, 2, 2), scale=scale)
+    yield case(f32(16, 2, 32, 1, lo=-100, hi=100), scale=0.25, note="large", limit=1e-11)  # products near 25 round to 1e-6
+    yield case(f32(9, 40, 3, perm=(1, 0)), f32(9, 40, perm=(1, 0)), note="both strided")
+    yield case(f32(64, 7, 12, perm=(0, 2, 1)), f16(64, 12), note="permuted")
+    yield case(f32(96, 40, 12), leaf(F32, (96, 40), _causal(56)), scale=0.015625, note="granite-4.0-h 350m, 40 tokens after 56")
+    yield case(f32(33, 4, 2), leaf(F32, (33, 4, 2), lambda rng, shape: np.full(shape, -np.inf)), note="all masked")
+    yield perf(f32(512, 512, 12, lo=-5, hi=5), leaf(F32, (512, 512), _causal(0)), scale=0.015625, note="granite-4.0-h 350m")
+
+
+@op("ROPE", inputs="x pos", limit=1e-13)
+def rope(x: Tensor, pos: Tensor, *, n_dims: int, mode: str = "norm", freq_base: float = 10000.0, freq_scale: float = 1.0) -> Spec:
+    """Rotate pairs among the first n_dims elements of each head by pos * freq_scale * freq_base^(-2i / n_dims) for pair i; the
+    rest is copied. mode "norm" pairs neighbours (2i, 2i + 1), "neox" pairs (i, i + n_dims/2).
+
+    x: f32 [head_dim, n_head, n_tokens, n_seqs]; pos: i32, contiguous, n_tokens positions for all sequences or
+    n_tokens * n_seqs. Angles are computed in float64. Source: ggml_rope_ext without its scaling to longer contexts.
+
+    >>> import numpy as np, pyggml as pg
+    >>> x = pg.tensor(np.ones((1, 1, 4), np.float32))
+    >>> pg.compute(pg.rope(x, pg.tensor(np.zeros(1, np.int32)), n_dims=4), {}, backend="reference")
+    array([1., 1., 1., 1.])
+    """
+    require_type("ROPE", "x", x, F32)
+    require_type("ROPE", "pos", pos, I32)
+    n_tokens, n_seqs = x.ne[2], x.ne[3]
+    require(pos.n_elements in (n_tokens, n_tokens * n_seqs) and pos.is_contiguous, "ROPE",
+            f"pos has ne {list(pos.ne)} and nb {list(pos.nb)}; legal: {n_tokens} or {n_tokens * n_seqs} contiguous elements")
+    require(isinstance(n_dims, int) and 0 < n_dims <= x.ne[0] and n_dims % 2 == 0, "ROPE",
+            f"n_dims is {n_dims!r}; legal: even numbers from 2 to x's ne[0], {x.ne[0]}", ParamError)
+    require(mode in ("norm", "neox"), "ROPE", f"mode is {mode!r}; legal: 'norm', 'neox'", ParamError)
+    require(_is_finite(freq_base) and freq_base > 0, "ROPE", f"freq_base is {freq_base!r}; legal: numbers above 0", ParamError)
+    require(_is_finite(freq_scale), "ROPE", f"freq_scale is {freq_scale!r}; legal: finite numbers", ParamError)
+    return like(x)
+
+
+@rope.reference
+def _rope(x: np.ndarray, pos: np.ndarray, *, n_dims: int, mode: str, freq_base: float, freq_scale: float) -> np.ndarray:
+    half = n_dims // 2
+    angle = pos.reshape(-1, x.shape[1], 1, 1) * freq_scale * freq_base ** (-2.0 * np.arange(half) / n_dims)
+    first, second = (slice(0, n_dims, 2), slice(1, n_dims, 2)) if mode == "norm" else (slice(0, half), slice(half, n_dims))
+    y = np.array(x)
+    y[..., first] = x[..., first] * np.cos(angle) - x[..., second] * np.sin(angle)
+    y[..., second] = x[..., first] * np.sin(angle) + x[..., second] * np.cos(angle)
+    return y
+
+
+@rope.cost
+def _rope_cost(node: Node) -> Cost:
+    return Cost(3 * node.params["n_dims"] * node.out.n_rows, default_bytes(node))
+
+
+@rope.cases
+def _rope_cases() -> Iterator[Case]:
+    for mode in ("norm", "neox"):
+        yield case(f32(2, 1, 1), i32(1, hi=9), n_dims=2, mode=mode, note="smallest")
+        yield case(f32(128, 32, 2), i32(2, hi=512), n_dims=128, mode=mode, note="llama 7b")
+        yield case(f32(80, 32, 2), i32(2, hi=512), n_dims=20, mode=mode, note="partial")
+        yield case(f32(64, 12, 7, 3), i32(21, hi=4096), n_dims=64, mode=mode, freq_scale=0.25, note="a position for each token of each sequence")
+        yield case(f32(64, 3, 5, 2), i32(5, hi=4096), n_dims=64, mode=mode, note="positions shared by sequences")
+        yield case(f32(64, 5, 4, perm=(0, 2, 1)), i32(5, hi=64), n_dims=48, mode=mode, note="permuted")
+        yield case(f32(5, 16, 4, perm=(1, 0)), i32(4, hi=64), n_dims=16, mode=mode, note="strided")
+        yield case(f32(128, 8, 9), i32(9, lo=999_000, hi=1_000_000), n_dims=128, mode=mode, note="far positions")
+    yield perf(f32(128, 32, 512), i32(512, hi=4096), n_dims=128, mode="norm", note="bamba 9b Q")
+
+
+@op("ARGSORT", inputs="x")
+def argsort(x: Tensor, order: str = "asc") -> Spec:
+    """i32 positions that sort each row of x: order "asc" or "desc"; equal values in order of position, NaN last. x: f32.
+
+    Source: ggml_argsort.
+
+    >>> import numpy as np, pyggml as pg
+    >>> pg.compute(pg.argsort(pg.tensor(np.array([3., 1., 3.], np.float32)), "desc"), {}, backend="reference")
+    array([0, 2, 1])
+    """
+    require_type("ARGSORT", "x", x, F32)
+    require(order in ("asc", "desc"), "ARGSORT", f"order is {order!r}; legal: 'asc', 'desc'", ParamError)
+    return like(x, I32)
+
+
+@argsort.reference
+def _argsort(x: np.ndarray, *, order: str) -> np.ndarray:
+    return np.argsort(-x if order == "desc" else x, axis=-1, kind="stable")
+
+
+@argsort.cost
+def _argsort_cost(node: Node) -> Cost:
+    return Cost(node.out.n_elements * math.log2(2 * node.out.ne[0]), default_bytes(node))
+
+
+@argsort.cases
+def _argsort_cases() -> Iterator[Case]:
+    for order in ("asc", "desc"):
+        for ne in ((1,), (8, 1, 1, 1), (16, 10, 10, 10), (60, 10, 10, 10), (1023, 2)):
+            yield case(f32(*ne), order=order)
+        yield case(leaf(F32, (97, 5), _ties), order=order, note="ties, zeros of both signs, NaN, inf")
+        yield case(f32(5, 64, 3, perm=(1, 0)), order=order, note="strided")
+    yield perf(f32(72, 512), order="desc", note="granite-4.0-h-small router")
+
+
+@op("TOP_K", inputs="x")
+def top_k(x: Tensor, k: int) -> Spec:
+    """i32 [k, ...] positions of the k largest of each row, largest first; of equal values the first, NaN after all numbers.
+    Also a row of NaN gives k different positions. x: f32, k at most ne[0].
+
+    Source: ggml_top_k.
+
+    >>> import numpy as np, pyggml as pg
+    >>> pg.compute(pg.top_k(pg.tensor(np.array([3., 1., 4., 4.], np.float32)), 2), {}, backend="reference")
+    array([2, 3])
+    """
+    require_type("TOP_K", "x", x, F32)
+    require(isinstance(k, int) and 1 <= k <= x.ne[0], "TOP_K", f"k is {k!r}; legal: 1 to x's ne[0], {x.ne[0]}", ParamError)
+    return out(I32, k, *x.ne[1:])
+
+
+@top_k.reference
+def _top_k(x: np.ndarray, *, k: int) -> np.ndarray:
+    return np.argsort(-x, axis=-1, kind="stable")[..., :k]
+
+
+@top_k.cost
+def _top_k_cost(node: Node) -> Cost:
+    x = node.src[0]
+    assert x is not None
+    return Cost(x.n_elements, default_bytes(node))
+
+
+@top_k.cases
+def _top_k_cases() -> Iterator[Case]:
+    for n, k in ((1, 1), (12, 1), (16, 7), (17, 17), (1023, 15), (4096, 100)):
+        yield case(f32(n, 3, 2), k=k)
+    yield case(leaf(F32, (97, 5), _ties), k=40, note="ties, zeros of both signs, NaN, inf")
+    yield case(f32(5, 64, 3, perm=(1, 0)), k=6, note="strided")
+    yield case(leaf(F32, (64, 3), lambda rng, shape: np.full(shape, np.nan)), k=6, note="all NaN")
+    yield perf(f32(64, 512), k=6, note="granite-4.0-h-tiny router")
+    yield perf(f32(100352, 1), k=40, note="granite-4.0-h logits")
+
+
+def _is_finite(v: Any) -> bool:
+    return isinstance(v, int | float | np.number) and math.isfinite(v)
+
+
+def _causal(n_past: int) -> Fill:
+    def fill(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        i, j = np.indices(shape[-2:])
+        return np.broadcast_to(np.where(j <= i + n_past, 0.0, -np.inf), shape)
+    return fill
+
+
+def _ties(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.choice(np.array([-np.inf, -1.0, -0.0, 0.0, 1.0, 2.0, np.inf, np.nan]), shape)

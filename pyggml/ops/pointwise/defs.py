@@ -1,52 +1,287 @@
-"""Pointwise ops: a table of scalar expressions, one line each. Kernels are generated from it (pyggml.cpu.fuse)."""
+"""Pointwise ops: one table of scalar expressions. Kernels, alone and in fused chains, are generated from it (pyggml.cpu.fuse).
+
+A new unary op is one line: name, expression, NumPy reference, what it computes. In expressions `a` and `b` are the inputs,
+attributes go by their names, and functions are those of pyggml.cpu.mathf. Values are computed in float32; in float64 where
+an input or the result is f64.
+
+NaN stays NaN in every function of this table but SGN and STEP, which compare and give 0 as ggml's do. (ggml's relu and
+clamp turn NaN into a number.)
+
+>>> import numpy as np, pyggml as pg
+>>> x = pg.tensor(np.array([-1.0, 0.0, 2.0], np.float32))
+>>> pg.compute(pg.relu(x), backend="reference")
+array([0., 0., 2.])
+>>> pg.compute(pg.clamp(pg.add(x, x), -1.0, 3.0), backend="reference")
+array([-1.,  0.,  3.])
+"""
 
 from __future__ import annotations
 
-
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from pyggml.dtypes import F32, F64, I32, DType, dtype
-from pyggml.errors import ShapeError
+from pyggml.cases import Case, Fill, case, leaf, perf, uniform
+from pyggml.dtypes import BF16, F16, F32, F64, I32, DType, dtype
+from pyggml.errors import DTypeError, ParamError, ShapeError
 from pyggml.registry import Cost, OpDef, Pointwise, Spec, default_bytes, like, op, out, require, require_type
 from pyggml.tensor import Node, Tensor
+
+SINGLE = (F32, F16, BF16)
+FLOATS = (F32, F16, BF16, F64)
+CASTS = (F32, F16, BF16, F64, I32)
+# A result one float32 rounding away from a tie rounds to the other neighbour in a 16-bit type: 2^-11 or 2^-8 on a few elements.
+LIMIT, LIMIT_F16, LIMIT_BF16 = 1e-13, 1e-8, 1e-6
+
+Array = np.ndarray
 
 
 def broadcast(name: str, a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
     """Dims of a pointwise result: per dim equal, or one is 1, or (ggml_can_repeat) b's divides a's."""
-    ne = []
-    for i in range(4):
-        na, nb = a.ne[i], b.ne[i]
-        if na != nb and nb != 1 and na != 1 and na % nb:
-            raise ShapeError(f"{name}: b has ne {list(b.ne)}; each dim must be 1, equal to or a divisor of a's {list(a.ne)}")
-        ne.append(max(na, nb))
-    return ne[0], ne[1], ne[2], ne[3]
+    for na, nb in zip(a.ne, b.ne, strict=True):
+        require(na == 1 or na % nb == 0, name, f"b has ne {list(b.ne)}; each dim must be 1, equal to or a divisor of a's {list(a.ne)}, or a's must be 1")
+    n0, n1, n2, n3 = (max(na, nb) for na, nb in zip(a.ne, b.ne, strict=True))
+    return n0, n1, n2, n3
 
 
-@op("ADD", inputs="a b")
-def add(a: Tensor, b: Tensor) -> Spec:
-    """a + b."""
-    return Spec(a.dtype, broadcast("ADD", a, b))
+def _spread(a: Array, b: Array) -> tuple[Array, Array]:
+    """Both arrays with b repeated in the dims where its size divides a's; size 1 is left to NumPy."""
+    reps = [na // nb if nb > 1 and na > nb else 1 for na, nb in zip(a.shape, b.shape, strict=True)]
+    return a, np.tile(b, reps)
 
 
-add.pointwise = Pointwise("a + b")
+def _limit(dt: DType) -> float:
+    return LIMIT_F16 if dt is F16 else LIMIT_BF16 if dt is BF16 else LIMIT
 
 
-@add.reference
-def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return a + b
+def _define(name: str, inputs: str, rule: Callable[..., Spec], pointwise: Pointwise, ref: Callable[..., Any], doc: str, flops: int,
+            cases: Callable[[], Iterator[Case]]) -> OpDef:
+    rule.__name__ = rule.__qualname__ = name.lower()
+    rule.__doc__ = doc
+    d = op(name, inputs=inputs, limit=LIMIT)(rule)
+    d.pointwise = pointwise
+    d.reference(ref)
+    d.cost(lambda node: Cost(flops * node.out.n_elements, default_bytes(node)))
+    d.cases(cases)
+    return d
 
 
-@op("EXP", inputs="a")
-def exp(a: Tensor) -> Spec:
-    """e^a."""
+# -- one input ------------------------------------------------------------------------------------------------------------
+
+def _unary(name: str, expr: str, ref: Callable[..., Array], doc: str, *, flops: int = 1, lo: float = -4.0, hi: float = 4.0,
+           types: tuple[DType, ...] = SINGLE) -> OpDef:
+    """An op on each element. `lo` and `hi` bound the cases' inputs; `types` are legal (f64 where no transcendental is used)."""
+
+    def rule(a: Tensor) -> Spec:
+        require_type(name, "a", a, *types)
+        return like(a)
+
+    text = f"{doc}\n\na: {', '.join(t.name for t in types)}, any ne and strides. Out: like a, contiguous. DTypeError for other types. Source: ggml_{name.lower()}."
+    return _define(name, "a", rule, Pointwise(expr), ref, text, flops, lambda: _unary_cases(uniform(lo, hi)))
+
+
+def _unary_cases(fill: Fill, **attrs: Any) -> Iterator[Case]:
+    yield case(leaf(F32, (128, 2, 2, 2), fill), **attrs)
+    yield case(leaf(F32, (5, 7, 11, 13), fill), **attrs)
+    yield case(leaf(F32, (7, 33, 2, 3), fill, perm=(1, 0, 3, 2)), note="permuted", **attrs)
+    yield case(leaf(F16, (5, 7, 11, 13), fill), limit=LIMIT_F16, **attrs)
+    yield case(leaf(BF16, (33, 7, 2), fill, gap=3), limit=LIMIT_BF16, note="rows with gaps", **attrs)
+    yield perf(leaf(F32, (2048, 512), fill), note="granite-4.0-h-350m ffn", **attrs)
+
+
+def _sigmoid(a: Array) -> Array:
+    e = np.exp(-np.abs(a))
+    return np.where(a < 0, e, 1.0) / (1.0 + e)
+
+
+def _times_sigmoid(a: Array, x: Array) -> Array:
+    return np.where(a == -np.inf, 0.0, a * _sigmoid(x))
+
+
+def _silu(a: Array) -> Array:
+    return _times_sigmoid(a, a)
+
+
+def _gelu(a: Array) -> Array:
+    return _times_sigmoid(a, np.sqrt(8 / np.pi) * a * (1 + 0.044715 * np.square(a)))
+
+
+def _relu(a: Array) -> Array:
+    return np.where(a < 0, 0.0, a)
+
+
+sqr = _unary("SQR", "a * a", np.square, "a².", types=FLOATS)
+sqrt = _unary("SQRT", "sqrt(a)", np.sqrt, "Square root; NaN below 0.", lo=0.0, types=FLOATS)
+exp = _unary("EXP", "exp(a)", np.exp, "e^a; inf above 88.72 in f32.", flops=10, lo=-10.0)
+expm1 = _unary("EXPM1", "expm1(a)", np.expm1, "e^a - 1, exact near 0.", flops=12)
+log = _unary("LOG", "log(a)", np.log, "Natural logarithm; -inf at 0, NaN below.", flops=12, lo=1e-4)
+neg = _unary("NEG", "-a", np.negative, "-a.", types=FLOATS)
+abs = _unary("ABS", "abs(a)", np.abs, "Absolute value.", types=FLOATS)
+sgn = _unary("SGN", "1 if a > 0 else -1 if a < 0 else 0", lambda a: np.nan_to_num(np.sign(a)), "1, 0 or -1 by the sign of a; 0 for NaN.", types=FLOATS)
+step = _unary("STEP", "1 if a > 0 else 0", lambda a: np.where(a > 0, 1.0, 0.0), "1 where a > 0, else (also for NaN) 0.", types=FLOATS)
+relu = _unary("RELU", "0 if a < 0 else a", _relu, "a where it is not negative, else 0.", types=FLOATS)
+sigmoid = _unary("SIGMOID", "sigmoid(a)", _sigmoid, "1 / (1 + e^-a).", flops=12)
+silu = _unary("SILU", "silu(a)", _silu, "a sigmoid(a); 0 at -inf.", flops=12)
+tanh = _unary("TANH", "tanh(a)", np.tanh, "Hyperbolic tangent.", flops=20)
+gelu = _unary("GELU", "gelu(a)", _gelu, "The tanh form of GELU: a (1 + tanh(sqrt(2/pi) (a + 0.044715 a³))) / 2; 0 at -inf.", flops=16)
+softplus = _unary("SOFTPLUS", "softplus(a)", lambda a: np.where(a > 20, a, np.log1p(np.exp(np.minimum(a, 20)))), lo=-25.0, hi=25.0, flops=24,
+                  doc="log(1 + e^a); a itself above 20. Below, log1p keeps small results: 2.06e-9 at -20, where ggml's log(1 + e^a) is 0.")
+
+
+def _scale_rule(a: Tensor, s: float, b: float = 0.0) -> Spec:
+    require_type("SCALE", "a", a, *FLOATS)
+    for k, v in (("s", s), ("b", b)):
+        _require_number("SCALE", k, v)
     return like(a)
 
 
-exp.pointwise = Pointwise("exp(a)")
+def _clamp_rule(a: Tensor, lo: float, hi: float) -> Spec:
+    require_type("CLAMP", "a", a, *FLOATS)
+    for k, v in (("lo", lo), ("hi", hi)):
+        _require_number("CLAMP", k, v)
+    require(lo <= hi, "CLAMP", f"lo {lo:g} is above hi {hi:g}", ParamError)
+    return like(a)
 
 
-@exp.reference
-def _exp(a: np.ndarray) -> np.ndarray:
-    return np.exp(a)
+def _require_number(name: str, arg: str, value: Any) -> None:
+    require(isinstance(value, int | float | np.number), name, f"{arg} is {type(value).__name__}; it must be a number", ParamError)
+
+
+scale = _define("SCALE", "a", _scale_rule, Pointwise("a * s + b", ("s", "b")), lambda a, s, b: a * s + b, flops=2,
+                doc="a s + b for numbers s and b.\n\na: f32, f16, bf16, f64. Out: like a. Source: ggml_scale_bias.",
+                cases=lambda: _unary_cases(uniform(-4.0, 4.0), s=2.5, b=-0.125))
+clamp = _define("CLAMP", "a", _clamp_rule, Pointwise("lo if a < lo else hi if a > hi else a", ("lo", "hi")), lambda a, lo, hi: np.clip(a, lo, hi), flops=2,
+                doc="a, but at least lo and at most hi; NaN stays NaN.\n\na: f32, f16, bf16, f64. Out: like a. ParamError when lo > hi. Source: ggml_clamp.",
+                cases=lambda: _unary_cases(uniform(-4.0, 4.0), lo=-0.5, hi=0.5))
+
+
+def _cast_rule(a: Tensor, type: str | DType) -> Spec:
+    require_type("CAST", "a", a, *CASTS)
+    require(dtype(type) in CASTS, "CAST", f"type {dtype(type).name}; legal: {', '.join(t.name for t in CASTS)}", DTypeError)
+    return like(a, dtype(type))
+
+
+def _cast(a: Array, type: str | DType) -> Array:
+    if dtype(type) is not I32:
+        return a
+    return np.clip(np.trunc(np.where(np.isnan(a), 0.0, a)), -2.0 ** 31, 2.0 ** 31 - 1).astype(np.int64)
+
+
+def _cast_cases() -> Iterator[Case]:
+    for src in CASTS:
+        for dst in CASTS:
+            fill = _whole if src is I32 else uniform(-1000.0, 1000.0)
+            yield case(leaf(src, (33, 5, 2), fill, gap=0 if src is dst else 3), type=dst.name, limit=_limit(dst))
+    yield perf(leaf(F32, (2048, 512)), type="bf16", note="granite-4.0-h-350m ffn")
+
+
+def _whole(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return rng.integers(-1000, 1000, shape)
+
+
+cast = _define("CAST", "a", _cast_rule, Pointwise("a"), _cast, flops=0, cases=_cast_cases,
+               doc="a as another type, rounded to nearest even; to i32 truncated towards 0, clamped to its range, NaN to 0.\n\n"
+                   "a and type: f32, f16, bf16, f64, i32. Out: a's dims. Source: ggml_cast.")
+
+
+# -- two inputs -----------------------------------------------------------------------------------------------------------
+
+def _binary(name: str, expr: str, ref: Callable[[Array, Array], Array], doc: str, lo: float = -1.0) -> OpDef:
+    """An op on pairs of elements. `lo` bounds b in the cases (a divisor must not be near 0)."""
+
+    def rule(a: Tensor, b: Tensor, *, type: str | DType | None = None) -> Spec:
+        require_type(name, "a", a, *FLOATS)
+        require_type(name, "b", b, *FLOATS)
+        dt = a.dtype if type is None else dtype(type)
+        require(dt in FLOATS, name, f"type {dt.name}; legal: {', '.join(t.name for t in FLOATS)}", DTypeError)
+        return out(dt, *broadcast(name, a, b))
+
+    text = (f"{doc}\n\na, b: f32, f16, bf16, f64, any strides; per dim equal, or one is 1, or b's divides a's (b repeats). Out: the larger dims, of a's type\n"
+            f"unless `type` says another; where any of the three is f64, computed in f64. ShapeError, DTypeError. Source: ggml_{name.lower()}.")
+    return _define(name, "a b", rule, Pointwise(expr), lambda a, b, type: ref(*_spread(a, b)), text, 1, lambda: _binary_cases(uniform(lo, 2.0)))
+
+
+def _binary_cases(fill: Fill) -> Iterator[Case]:
+    a = (10, 5, 4, 3)
+    yield case(leaf(F32, (128, 2, 2, 2)), leaf(F32, (128, 2, 2, 2), fill))
+    for b in ((10, 5, 4, 3), (10,), (1, 5), (1, 1, 4, 3), (1, 1, 1, 3), (1,), (10, 5), (5,), (2, 5, 2, 3), (1, 1, 2)):
+        yield case(leaf(F32, a), leaf(F32, b, fill))
+    yield case(leaf(F32, (1, 5)), leaf(F32, (10, 1, 4), fill), note="broadcast both ways")
+    yield case(leaf(F32, (5, 10, 3, 4), perm=(1, 0, 3, 2)), leaf(F32, (5, 10, 3, 4), fill, perm=(1, 0, 3, 2)), note="permuted alike")
+    yield case(leaf(F32, a), leaf(F32, (4, 10, 5), fill, perm=(2, 0, 1)), note="permuted")
+    yield case(leaf(F32, a, gap=6), leaf(F32, (5, 2), fill, perm=(1, 0)), note="strided and repeated")
+    yield case(leaf(F16, a), leaf(F16, a, fill), limit=LIMIT_F16)
+    yield case(leaf(F16, a), leaf(F32, a, fill), limit=LIMIT_F16)
+    yield case(leaf(BF16, a), leaf(F32, (10,), fill), limit=LIMIT_BF16)
+    yield case(leaf(F32, a), leaf(BF16, a, fill), type="f32")
+    yield case(leaf(F64, (1, 16, 3)), leaf(F64, (16, 1, 3), fill), type="f32", note="decays of a chunk")
+    yield case(leaf(F64, a), leaf(F32, a, fill), limit=1e-28, note="f64")
+    yield perf(leaf(F32, (1536, 512)), leaf(F32, (1536, 512), fill), note="granite-4.0-h-1b residual")
+    yield perf(leaf(F32, (1536, 512)), leaf(F32, (1536,), fill), note="granite-4.0-h-1b norm weight")
+    yield perf(leaf(F32, (256 * 256, 48, 1, 2)), leaf(F32, (256 * 256, 1, 1, 2), fill), note="granite-4.0-h-1b decay mask")
+
+
+add = _binary("ADD", "a + b", np.add, "a + b.")
+sub = _binary("SUB", "a - b", np.subtract, "a - b.")
+mul = _binary("MUL", "a * b", np.multiply, "a b.")
+div = _binary("DIV", "a / b", np.divide, "a / b.", lo=0.5)
+
+
+# -- gated units ----------------------------------------------------------------------------------------------------------
+
+def _glu(name: str, expr: str, act: Callable[[Array], Array], doc: str, flops: int) -> OpDef:
+    """A gated unit on the halves of each row: act(first) second."""
+
+    def rule(a: Tensor, *, swapped: bool = False) -> Spec:
+        require_type(name, "a", a, *SINGLE)
+        if a.ne[0] % 2:
+            raise ShapeError(f"{name}: a has ne {list(a.ne)}; ne0 must be even (two halves)")
+        return out(a.dtype, a.ne[0] // 2, *a.ne[1:])
+
+    def ref(a: Array, swapped: bool) -> Array:
+        gate, up = np.split(a, 2, axis=-1)
+        return act(up) * gate if swapped else act(gate) * up
+
+    text = (f"{doc} of the two halves of each row; `swapped` exchanges them.\n\na: f32, f16, bf16, ne0 even, any strides. Out: ne0 halved. ShapeError, DTypeError. "
+            f"Source: ggml_{name.lower()}.")
+    return _define(name, "a", rule, Pointwise(expr, halves=True), ref, text, flops, _glu_cases)
+
+
+def _glu_cases() -> Iterator[Case]:
+    fill = uniform(-4.0, 4.0)
+    for swapped in (False, True):
+        yield case(leaf(F32, (128, 2, 2, 2), fill), swapped=swapped)
+        yield case(leaf(F32, (10, 7, 11, 3), fill, gap=5), swapped=swapped)
+    yield case(leaf(F32, (7, 10, 3), fill, perm=(1, 0)), note="permuted")
+    yield case(leaf(F16, (10, 7, 11, 3), fill), limit=LIMIT_F16)
+    yield case(leaf(BF16, (66, 7), fill), swapped=True, limit=LIMIT_BF16)
+    yield perf(leaf(F32, (4096, 512), fill), note="granite-4.0-h-350m ffn")
+
+
+def _glu_split(name: str, expr: str, act: Callable[[Array], Array], doc: str, flops: int) -> OpDef:
+    """A gated unit on two tensors: act(a) b."""
+
+    def rule(a: Tensor, b: Tensor) -> Spec:
+        require_type(name, "a", a, *SINGLE)
+        require_type(name, "b", b, a.dtype)
+        require(a.ne == b.ne, name, f"b has ne {list(b.ne)}; it must be a's {list(a.ne)}")
+        return like(a)
+
+    text = f"{doc}.\n\na, b: f32, f16, bf16, of one type and ne, any strides. Out: like a. ShapeError, DTypeError. Source: ggml_{name.lower()}."
+    return _define(name, "a b", rule, Pointwise(expr), lambda a, b: act(a) * b, text, flops, _glu_split_cases)
+
+
+def _glu_split_cases() -> Iterator[Case]:
+    fill = uniform(-4.0, 4.0)
+    yield case(leaf(F32, (128, 2, 2, 2), fill), leaf(F32, (128, 2, 2, 2), fill))
+    yield case(leaf(F32, (5, 7, 11, 13), fill, gap=2), leaf(F32, (7, 5, 11, 13), fill, perm=(1, 0)), note="gaps and permuted")
+    yield case(leaf(F16, (5, 7, 11), fill), leaf(F16, (5, 7, 11), fill), limit=LIMIT_F16)
+    yield case(leaf(BF16, (33, 7), fill, gap=1), leaf(BF16, (33, 7), fill), limit=LIMIT_BF16)
+    yield perf(leaf(F32, (2048, 512), fill), leaf(F32, (2048, 512), fill), note="granite-4.0-h-350m ffn")
+
+
+swiglu = _glu("SWIGLU", "silu(a) * b", _silu, "silu(first) second", 13)
+reglu = _glu("REGLU", "(0 if a < 0 else a) * b", _relu, "relu(first) second", 2)
+swiglu_split = _glu_split("SWIGLU_SPLIT", "silu(a) * b", _silu, "silu(a) b", 13)
+reglu_split = _glu_split("REGLU_SPLIT", "(0 if a < 0 else a) * b", _relu, "relu(a) b", 2)

@@ -1,0 +1,134 @@
+"""Vectors for builders of intrinsics: loads and stores of any width, loops that carry vectors in registers, and the
+sums of 16 lanes that matrix products and scans end in. All functions write LLVM IR; none is called by kernels itself,
+except `transpose_16x16`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pyggml.cpu.simd import intrinsic
+
+LANES = 16
+
+
+def wide_registers() -> bool:
+    """True when 32 registers hold 16 float32 each (AVX-512), so that 16 sums of 16 lanes can stay in them."""
+    from pyggml.cpu.level import target_features
+    return "avx512f" in target_features()
+
+
+def load(b: Any, ir: Any, p: Any, element: Any, n: int, align: int) -> Any:
+    """n elements at byte pointer p as a vector."""
+    return b.load(b.bitcast(p, ir.VectorType(element, n).as_pointer()), align=align)
+
+
+def load_bytes(b: Any, ir: Any, p: Any, n: int) -> Any:
+    """n bytes at p as a vector; blocks of weights have no alignment."""
+    return load(b, ir, p, ir.IntType(8), n, 1)
+
+
+def load_floats(b: Any, ir: Any, p: Any, n: int = LANES) -> Any:
+    """n float32 at byte pointer p as a vector."""
+    return load(b, ir, p, ir.FloatType(), n, 4)
+
+
+def store_floats(b: Any, p: Any, v: Any) -> None:
+    """Store a vector of float32 at byte pointer p."""
+    b.store(v, b.bitcast(p, v.type.as_pointer()), align=4)
+
+
+def shuffle(b: Any, ir: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+    """Lanes of x (numbered from 0) and y (numbered on from x's)."""
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes)))
+
+
+def splat(b: Any, ir: Any, v: Any, n: int = LANES) -> Any:
+    """n copies of a scalar."""
+    one = b.insert_element(ir.Constant(ir.VectorType(v.type, n), ir.Undefined), v, ir.IntType(32)(0))
+    return shuffle(b, ir, one, one, [0] * n)
+
+
+def concat(b: Any, ir: Any, x: Any, y: Any) -> Any:
+    """The elements of vector x, then those of y."""
+    return shuffle(b, ir, x, y, range(2 * x.type.count))
+
+
+def byte_constant(ir: Any, v: int, n: int) -> Any:
+    """n copies of a constant byte."""
+    return ir.Constant(ir.VectorType(ir.IntType(8), n), [v] * n)
+
+
+def float_constant(ir: Any, v: float, n: int = LANES) -> Any:
+    """n copies of a constant float32."""
+    return ir.Constant(ir.VectorType(ir.FloatType(), n), [v] * n)
+
+
+def bytes_to_floats(b: Any, ir: Any, q: Any) -> Any:
+    """float32 of a vector of signed bytes."""
+    return b.sitofp(q, ir.VectorType(ir.FloatType(), q.type.count))
+
+
+def multiply_add(b: Any, ir: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z: one instruction and one rounding where the CPU has it, two elsewhere (a library call per lane would be the
+    alternative). The same for every vector of one compiled kernel."""
+    name = f"llvm.fmuladd.v{x.type.count}f32"
+    fn = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(x.type, [x.type] * 3), name)
+    return b.call(fn, [x, y, z])
+
+
+def loop(b: Any, ir: Any, n: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
+    """n turns (n >= 0, i64) of `body(i, values) -> values`, with the values carried from turn to turn; the last values."""
+    i64 = ir.IntType(64)
+    before, head, after = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+    b.cbranch(b.icmp_signed(">", n, i64(0)), head, after)
+    b.position_at_end(head)
+    i = b.phi(i64)
+    values = [b.phi(v.type) for v in carried]
+    results = body(i, list(values))
+    following = b.add(i, i64(1))
+    i.add_incoming(i64(0), before)
+    i.add_incoming(following, b.block)
+    for phi, first, result in zip(values, carried, results, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(result, b.block)
+    last = b.block
+    b.cbranch(b.icmp_signed("<", following, n), head, after)
+    b.position_at_end(after)
+    final = [b.phi(v.type) for v in carried]
+    for phi, first, result in zip(final, carried, results, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(result, last)
+    return final
+
+
+def sums_of_lanes(b: Any, ir: Any, vectors: Sequence[Any]) -> Any:
+    """Vector of the 16 vectors' sums over their 16 lanes. Each sum is taken in the same order, lane i with lane i + 8, then
+    + 4, + 2, + 1, so that a sum does not depend on its vector's place."""
+    half, rows = LANES // 2, list(vectors)
+    while half:
+        # Row r holds the partial sums of several vectors, 2 * half of each; two rows become one with `half` of each.
+        starts = range(0, LANES, 2 * half)
+        low = [s + i for s in (*starts, *(LANES + s for s in starts)) for i in range(half)]
+        rows = [b.fadd(shuffle(b, ir, x, y, low), shuffle(b, ir, x, y, [i + half for i in low])) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+        half //= 2
+    return rows[0]
+
+
+@intrinsic("void(ptr, i64, ptr, i64)")
+def transpose_16x16(b: Any, ir: Any, dst: Any, dst_row: Any, src: Any, src_row: Any) -> None:
+    """dst[j][i] = src[i][j] for 16 rows of 16 float32; rows are dst_row and src_row bytes apart."""
+    i64 = ir.IntType(64)
+    rows = [load_floats(b, ir, b.gep(src, [b.mul(src_row, i64(i))])) for i in range(LANES)]
+    step = 1
+    while step < LANES:
+        # Swap the off-diagonal blocks of step x step within each block of twice that size.
+        low = [i if i & step == 0 else i - step + LANES for i in range(LANES)]
+        swapped = list(rows)
+        for r in range(LANES):
+            if r & step == 0:
+                swapped[r] = shuffle(b, ir, rows[r], rows[r + step], low)
+                swapped[r + step] = shuffle(b, ir, rows[r], rows[r + step], [i + step for i in low])
+        rows, step = swapped, 2 * step
+    for j in range(LANES):
+        store_floats(b, b.gep(dst, [b.mul(dst_row, i64(j))]), rows[j])

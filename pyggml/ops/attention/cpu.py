@@ -1,0 +1,330 @@
+"""CPU kernels of attention and selection: one item is a row (SOFT_MAX, ARGSORT, TOP_K) or the heads of a token (ROPE)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import pyggml.ops.attention.defs  # noqa: F401 - a process that compiles imports this module alone, and kernels need their ops
+from pyggml.cpu.mathf import INF, exp
+from pyggml.cpu.simd import (
+    F0, Helper, Intrinsic, at, element, fma, fmax, helper, intrinsic, ld_f16, ld_f32, ld_f64, ld_i32, ld_i64, narrow, st_f32, st_f64, st_i32,
+    st_i64, to_bits, wide,
+)
+from pyggml.dtypes import F16
+from pyggml.registry import kernel
+from pyggml.tensor import Node, Tensor
+
+CHUNK = 4096  # elements a thread takes at a time, about
+LANES = 16
+
+
+def _rows_at_once(n: int) -> int:
+    return max(1, CHUNK // n)
+
+
+# -- loads along a row ----------------------------------------------------------------------------------------------------
+
+
+@helper
+def next_f32(p: Any, i: Any, nb: Any) -> Any:
+    """Element i of a row without gaps."""
+    return ld_f32(p, i)
+
+
+@helper
+def strided_f32(p: Any, i: Any, nb: Any) -> Any:
+    """Element i of a row whose elements are nb bytes apart."""
+    return ld_f32(at(p, i * nb), 0)
+
+
+@helper
+def strided_f16(p: Any, i: Any, nb: Any) -> Any:
+    """The same of halves."""
+    return ld_f16(at(p, i * nb), 0)
+
+
+@helper
+def next_f16(p: Any, i: Any, nb: Any) -> Any:
+    """Element i of a row of halves without gaps."""
+    return ld_f16(p, i)
+
+
+@helper
+def zero(p: Any, i: Any, nb: Any) -> Any:
+    """Element i of a mask that is not there."""
+    return F0
+
+
+X = MASK = next_f32
+
+
+def _load(t: Tensor | None) -> Helper:
+    if t is None:
+        return zero
+    if t.dtype is F16:
+        return next_f16 if t.rows_contiguous else strided_f16
+    return next_f32 if t.rows_contiguous else strided_f32
+
+
+# -- SOFT_MAX -------------------------------------------------------------------------------------------------------------
+
+
+def _fold(name: str, wide: bool, first: float, join: Callable[[Any, Any, Any], Any]) -> Intrinsic:
+    """`name(p, n)`: n groups of LANES floats at p joined lane by lane, then the lanes in pairs: an order that depends on n
+    alone. `wide` joins in float64."""
+
+    def build(b: Any, ir: Any, p: Any, n: Any) -> Any:
+        i64, i32, f32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
+        scalar = ir.DoubleType() if wide else f32
+        ty, loaded = ir.VectorType(scalar, LANES), ir.VectorType(f32, LANES)
+        entry = b.block
+        head, body, done = (b.append_basic_block(f"{name}.{part}") for part in ("head", "body", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        i, acc = b.phi(i64), b.phi(ty)
+        i.add_incoming(i64(0), entry)
+        acc.add_incoming(ir.Constant(ty, [first] * LANES), entry)
+        b.cbranch(b.icmp_signed("<", i, n), body, done)
+        b.position_at_end(body)
+        v = b.load(element(b, ir, p, i, loaded), align=4)
+        acc.add_incoming(join(b, acc, b.fpext(v, ty) if wide else v), body)
+        i.add_incoming(b.add(i, i64(1)), body)
+        b.branch(head)
+        b.position_at_end(done)
+        lanes = acc
+        for k in (8, 4, 2, 1):
+            order = ir.Constant(ir.VectorType(i32, LANES), [(c + k) % LANES for c in range(LANES)])
+            lanes = join(b, lanes, b.shuffle_vector(lanes, lanes, order))
+        return b.extract_element(lanes, i32(0))
+
+    build.__name__ = name
+    return Intrinsic(f"{'f64' if wide else 'f32'}(ptr, i64)", build)
+
+
+max_lanes = _fold("max_lanes", False, -math.inf, lambda b, acc, v: b.select(b.fcmp_ordered(">", v, acc), v, acc))
+sum_lanes = _fold("sum_lanes", True, 0.0, lambda b, acc, v: b.fadd(acc, v))
+
+
+@helper
+def row_max(p: Any, n: Any) -> Any:
+    """The largest of n floats, NaN left out; -inf when there is none."""
+    m = max_lanes(p, n // LANES)
+    for i in range(n // LANES * LANES, n):
+        m = fmax(ld_f32(p, i), m)
+    return m
+
+
+@helper
+def row_sum(p: Any, n: Any) -> Any:
+    """The sum of n floats, in float64."""
+    s = sum_lanes(p, n // LANES)
+    for i in range(n // LANES * LANES, n):
+        s += wide(ld_f32(p, i))
+    return s
+
+
+@helper
+def mask_row(mask: Any, i1: Any, i2: Any, i3: Any) -> Any:
+    """The mask's row for row (i1, i2, i3) of x."""
+    return at(mask.p, i1 * mask.nb1 + i2 % mask.ne2 * mask.nb2 + i3 % mask.ne3 * mask.nb3)
+
+
+@helper
+def no_row(mask: Any, i1: Any, i2: Any, i3: Any) -> Any:
+    """The row of a mask that is not there: it is not read."""
+    return mask.p
+
+
+MASK_ROW = mask_row
+
+
+def _soft_max_loads(node: Node) -> dict[str, Any]:
+    x, mask = node.src
+    return {"X": _load(x), "MASK": _load(mask), "MASK_ROW": no_row if mask is None else mask_row}
+
+
+@kernel("SOFT_MAX", "cpu", params=lambda n: [float(n.params["scale"])], bind=_soft_max_loads)
+def soft_max(out: Any, x: Any, mask: Any, scale: Any, i0: Any, i1: Any) -> None:
+    s = np.float32(scale)
+    n = out.ne0
+    for r in range(i0, i1):
+        q = r // out.ne1
+        j1 = r - q * out.ne1
+        j3 = q // out.ne2
+        j2 = q - j3 * out.ne2
+        d = at(out.p, r * out.nb1)
+        a = at(x.p, j1 * x.nb1 + j2 * x.nb2 + j3 * x.nb3)
+        m = MASK_ROW(mask, j1, j2, j3)
+        for i in range(n):
+            st_f32(d, i, fma(X(a, i, x.nb0), s, MASK(m, i, mask.nb0)))
+        top = row_max(d, n)
+        top = F0 if top == -INF else top  # so that -inf - -inf does not make NaN of a row that is masked throughout
+        for i in range(n):
+            st_f32(d, i, exp(ld_f32(d, i) - top))
+        total = row_sum(d, n)
+        inv = F0 if total == 0.0 else narrow(1.0 / total)
+        for i in range(n):
+            st_f32(d, i, ld_f32(d, i) * inv)
+
+
+# -- ROPE -----------------------------------------------------------------------------------------------------------------
+
+
+@intrinsic("f64(f64)")
+def rint64(b: Any, ir: Any, x: Any) -> Any:
+    """The nearest whole number."""
+    return b.call(b.module.declare_intrinsic("llvm.rint", [x.type]), [x])
+
+
+@intrinsic("f64(f64)")
+def floor64(b: Any, ir: Any, x: Any) -> Any:
+    """The next whole number below."""
+    return b.call(b.module.declare_intrinsic("llvm.floor", [x.type]), [x])
+
+
+# pi/2 in two parts: products of the first, which has 32 bits, with up to 2^21 quarter turns are exact.
+PI_2_HI = math.floor(math.pi / 2 * 2.0**31) / 2.0**31
+PI_2_LO = math.pi / 2 - PI_2_HI + 6.123233995736766e-17
+TURNS = 2 / math.pi
+S3, S5, S7, S9, S11 = (-1 / 6, 1 / 120, -1 / 5040, 1 / 362880, -1 / 39916800)  # sin to 7e-12 and cos to 4e-13 up to pi/4
+C2, C4, C6, C8, C10, C12 = (-1 / 2, 1 / 24, -1 / 720, 1 / 40320, -1 / 3628800, 1 / 479001600)
+
+
+@helper
+def sin_cos(a: Any) -> Any:
+    """float32 sine and cosine of a float64 angle, right to the last bit or next to it; branch-free, so that loops vectorize."""
+    q = rint64(a * TURNS)
+    r = a - q * PI_2_HI - q * PI_2_LO
+    z = r * r
+    s = r + r * z * (S3 + z * (S5 + z * (S7 + z * (S9 + z * S11))))
+    c = 1.0 + z * (C2 + z * (C4 + z * (C6 + z * (C8 + z * (C10 + z * C12)))))
+    quarter = q - 4.0 * floor64(q * 0.25)
+    odd = (quarter == 1.0) | (quarter == 3.0)
+    sine, cosine = (c if odd else s), (s if odd else c)
+    return narrow(-sine if quarter >= 2.0 else sine), narrow(-cosine if (quarter == 1.0) | (quarter == 2.0) else cosine)
+
+
+@helper
+def rotate_norm(d: Any, p: Any, nb0: Any, cosines: Any, sines: Any, half: Any) -> None:
+    """Rotate the pairs (2i, 2i + 1) of a head."""
+    for i in range(half):
+        c, s, x0, x1 = ld_f32(cosines, i), ld_f32(sines, i), X(p, 2 * i, nb0), X(p, 2 * i + 1, nb0)
+        st_f32(d, 2 * i, x0 * c - x1 * s)
+        st_f32(d, 2 * i + 1, x0 * s + x1 * c)
+
+
+@helper
+def rotate_neox(d: Any, p: Any, nb0: Any, cosines: Any, sines: Any, half: Any) -> None:
+    """Rotate the pairs (i, i + half) of a head."""
+    for i in range(half):
+        c, s, x0, x1 = ld_f32(cosines, i), ld_f32(sines, i), X(p, i, nb0), X(p, i + half, nb0)
+        st_f32(d, i, x0 * c - x1 * s)
+        st_f32(d, i + half, x0 * s + x1 * c)
+
+
+ROTATE = rotate_norm
+
+
+def _rotation(node: Node) -> dict[str, Any]:
+    load = _load(node.src[0])
+    return {"ROTATE": {"norm": rotate_norm, "neox": rotate_neox}[node.params["mode"]].bind(X=load), "X": load}
+
+
+def _rope_params(node: Node) -> list[int | float]:
+    n_dims = node.params["n_dims"]
+    return [n_dims, float(node.params["freq_scale"]), float(node.params["freq_base"]) ** (-2 / n_dims)]
+
+
+@kernel("ROPE", "cpu", params=_rope_params, bind=_rotation, scratch=lambda n: 8 * n.params["n_dims"], items=lambda n: n.out.ne[2] * n.out.ne[3],
+        chunk=lambda n: _rows_at_once(n.out.ne[0] * n.out.ne[1]))
+def rope(out: Any, x: Any, pos: Any, n_dims: Any, freq_scale: Any, ratio: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    half = n_dims // 2
+    cosines, sines = at(scratch, 8 * half), at(scratch, 12 * half)
+    n_pos = pos.ne0 * pos.ne1 * pos.ne2 * pos.ne3
+    for t in range(i0, i1):
+        angle = ld_i32(pos.p, t % n_pos) * freq_scale
+        for i in range(half):
+            st_f64(scratch, i, angle)
+            angle *= ratio
+        for i in range(half):
+            s, c = sin_cos(ld_f64(scratch, i))
+            st_f32(cosines, i, c)
+            st_f32(sines, i, s)
+        i3 = t // x.ne2
+        for h in range(x.ne1):
+            d = at(out.p, t * out.nb2 + h * out.nb1)
+            p = at(x.p, h * x.nb1 + (t - i3 * x.ne2) * x.nb2 + i3 * x.nb3)
+            ROTATE(d, p, x.nb0, cosines, sines, half)
+            for i in range(n_dims, x.ne0):
+                st_f32(d, i, X(p, i, x.nb0))
+
+
+# -- ARGSORT, TOP_K -------------------------------------------------------------------------------------------------------
+
+
+@helper
+def sort_key(v: Any, descending: Any, i: Any) -> Any:
+    """A whole number that sorts as (v, i) does, equal values by position and NaN last; its low 32 bits are i."""
+    bits = np.int64(to_bits(v + F0))  # + 0 makes one zero of both
+    up = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    k = ~up if descending else up
+    return ((0x7FFFFFFF if v != v else k) << 32) | i
+
+
+@helper
+def sift_down(heap: Any, i: Any, n: Any) -> None:
+    """Move entry i down to its place in a heap of n entries, the largest on top."""
+    v = ld_i64(heap, i)
+    child = 2 * i + 1
+    while child < n:
+        if child + 1 < n and ld_i64(heap, child + 1) > ld_i64(heap, child):
+            child += 1
+        if ld_i64(heap, child) <= v:
+            break
+        st_i64(heap, i, ld_i64(heap, child))
+        i = child
+        child = 2 * i + 1
+    st_i64(heap, i, v)
+
+
+def _first_input_row(node: Node) -> int:
+    x = node.src[0]
+    assert x is not None
+    return x.ne[0]
+
+
+def _selection(descending: Callable[[Node], bool]) -> dict[str, Any]:
+    return {"params": lambda n: [int(descending(n))], "bind": lambda n: {"X": _load(n.src[0])}, "scratch": lambda n: 8 * n.out.ne[0],
+            "chunk": lambda n: _rows_at_once(_first_input_row(n))}
+
+
+@kernel("ARGSORT", "cpu", **_selection(lambda n: n.params["order"] == "desc"))
+@kernel("TOP_K", "cpu", **_selection(lambda n: True))
+def select(out: Any, x: Any, descending: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """The out.ne0 first positions in sorted order: a heap keeps the first so many keys seen, and is then sorted in place."""
+    k = out.ne0
+    for r in range(i0, i1):
+        q = r // out.ne1
+        j3 = q // out.ne2
+        p = at(x.p, (r - q * out.ne1) * x.nb1 + (q - j3 * out.ne2) * x.nb2 + j3 * x.nb3)
+        for i in range(k):
+            st_i64(scratch, i, sort_key(X(p, i, x.nb0), descending, i))
+        for i in range(k // 2 - 1, -1, -1):
+            sift_down(scratch, i, k)
+        for i in range(k, x.ne0):
+            key = sort_key(X(p, i, x.nb0), descending, i)
+            if key < ld_i64(scratch, 0):
+                st_i64(scratch, 0, key)
+                sift_down(scratch, 0, k)
+        for n in range(k - 1, 0, -1):
+            last = ld_i64(scratch, n)
+            st_i64(scratch, n, ld_i64(scratch, 0))
+            st_i64(scratch, 0, last)
+            sift_down(scratch, 0, n)
+        d = at(out.p, r * out.nb1)
+        for i in range(k):
+            st_i32(d, i, ld_i64(scratch, i) & 0x7FFFFFFF)

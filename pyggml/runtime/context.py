@@ -1,0 +1,301 @@
+"""Context: runs a model on batches of tokens of several sequences and keeps their memory between calls."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from pyggml.backends import open_backend
+from pyggml.dtypes import DType
+from pyggml.errors import ContextError, ParamError
+from pyggml.graph import Graph
+from pyggml.runtime.batch import GraphInputs, Piece, Ubatch, split_equal
+from pyggml.runtime.memory import KV_PAD, Memory, MemoryShape
+from pyggml.runtime.vocab import StreamDetokenizer, Vocab
+from pyggml.tensor import Tensor
+
+if TYPE_CHECKING:
+    from pyggml.runtime.sampling import Sampler
+
+MAX_PLANS = 16
+NO_KV = 0
+
+
+class RunnableModel(Protocol):
+    """What a context needs of a model."""
+
+    n_vocab: int
+    kinds: tuple[str, ...]
+
+    @property
+    def vocab(self) -> Vocab: ...
+
+    def memory_shape(self) -> MemoryShape: ...
+
+    def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> GraphInputs: ...
+
+    def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None) -> tuple[Tensor, list[Tensor]]: ...
+
+    def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str: ...
+
+
+@dataclass(slots=True)
+class Planned:
+    """A plan for one shape of ubatch, ready to run."""
+
+    inp: GraphInputs
+    logits: Tensor
+    runner: Any
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds and tokens so far: planning (graphs built, kernels looked up or compiled) apart from running."""
+
+    n_plans: int = 0
+    plan_seconds: float = 0.0
+    n_tokens: int = 0
+    run_seconds: float = 0.0
+
+
+class Context:
+    """Memory and plans for a model; made by `model.context(...)`. Not for concurrent use by several threads."""
+
+    def __init__(self, model: RunnableModel, *, backend: str, threads: int | None, n_ctx: int, n_ubatch: int, n_seq_max: int,
+                 mamba2: str | Callable[..., Any], chunk: int | str | None, types: dict[str, DType], options: dict[str, Any]) -> None:
+        for name, value in (("n_ctx", n_ctx), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ParamError(f"{name} {value!r}; legal: a whole number >= 1")
+        if chunk is not None and chunk != "none" and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+            raise ParamError(f"chunk {chunk!r}; legal: a whole number >= 1, None or \"none\"")
+        self.model = model
+        self.n_ctx = n_ctx
+        self.n_ubatch = min(n_ubatch, n_ctx)
+        self.n_seq_max = n_seq_max
+        self.mamba2 = mamba2
+        self.chunk = chunk
+        if threads is not None:
+            options = {**options, "threads": threads}
+        self.backend = open_backend(backend, **options)
+        self._memory: Memory | None = Memory(model.memory_shape(), n_ctx, n_seq_max, types["type_k"], types["type_v"], types["type_r"], types["type_s"])
+        self._plans: OrderedDict[tuple[int, int, int, int], Planned] = OrderedDict()
+        self._invalid: set[int] = set()
+        self.timings = Timings()
+
+    # -- decoding
+
+    def decode(self, ids: Sequence[int], seq: int = 0, all_logits: bool = False) -> np.ndarray:
+        """Append tokens to a sequence. Logits of the last one, float32 [n_vocab], or of all, [n_tokens, n_vocab]."""
+        logits = self.decode_batch([(seq, ids)], all_logits)[0]
+        return logits if all_logits else logits[-1]
+
+    def decode_batch(self, pieces: Sequence[tuple[int, Sequence[int]]], all_logits: bool = False) -> list[np.ndarray]:
+        """One step for several sequences of any lengths: [(seq, ids), ...]. Per sequence, in the order given, float32
+        [n_tokens, n_vocab] with all_logits, else [1, n_vocab] of its last token."""
+        made, place = [], 0
+        for seq, ids in pieces:
+            tokens = self._check_ids(ids)
+            outputs = np.ones(len(tokens), bool) if all_logits else np.arange(len(tokens)) == len(tokens) - 1
+            made.append(Piece(self._check_seq(seq), tokens, outputs, np.arange(place, place + len(tokens))))
+            place += len(tokens)
+        if len({p.seq for p in made}) != len(made):
+            raise ParamError("decode_batch: a sequence is given twice; give all its tokens in one entry")
+        found = self._process(made)
+        return [np.stack([found[int(i)] for i in p.index[p.outputs]]) for p in made]
+
+    def decode_tokens(self, tokens: Sequence[int], positions: Sequence[int], seqs: Sequence[int], outputs: Sequence[bool] | None = None) -> np.ndarray:
+        """A batch token by token, in any order across sequences: token, position and sequence of each. Within a sequence
+        the positions must follow on what is there. Logits of the marked tokens (default: all), in batch order."""
+        ids = self._check_ids(tokens)
+        pos, seq = np.asarray(positions, np.int64), np.asarray(seqs, np.int64)
+        marks = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool)
+        if not len(ids) == len(pos) == len(seq) == len(marks):
+            raise ParamError(f"decode_tokens: {len(ids)} tokens, {len(pos)} positions, {len(seq)} sequences, {len(marks)} outputs; the counts must be equal")
+        made = []
+        for s in dict.fromkeys(seq.tolist()):
+            index = np.flatnonzero(seq == s)
+            index = index[np.argsort(pos[index], kind="stable")]
+            start = self.n_past(self._check_seq(s))
+            if not np.array_equal(pos[index], np.arange(start, start + len(index))):
+                raise ParamError(f"decode_tokens: sequence {s} has {start} tokens; its positions must be {start} to {start + len(index) - 1}, found {pos[index].tolist()[:8]}")
+            made.append(Piece(s, ids[index], marks[index], index))
+        found = self._process(made)
+        return np.stack([found[i] for i in range(len(ids)) if marks[i]]) if marks.any() else np.zeros((0, self.model.n_vocab), np.float32)
+
+    def _process(self, pieces: list[Piece]) -> dict[int, np.ndarray]:
+        mem = self.memory
+        for p in pieces:
+            if p.seq in self._invalid:
+                raise ContextError(f"sequence {p.seq}: its last step was interrupted and its state is not usable; reset({p.seq}) first")
+        self._check_room(pieces)
+        found: dict[int, np.ndarray] = {}
+        finished = False
+        try:
+            for ub in split_equal(pieces, self.n_ubatch):
+                self._run(mem, ub, found)
+            finished = True
+        finally:
+            if not finished:
+                self._invalid.update(p.seq for p in pieces)
+        return found
+
+    def _check_room(self, pieces: list[Piece]) -> None:
+        mem = self.memory
+        if mem.shape.has_attention:
+            total = sum(len(p.tokens) for p in pieces)
+            if total > mem.room():
+                raise ContextError(f"the context is full: {total} tokens given, {mem.room()} of {self.n_ctx} cells are free; give a larger n_ctx or reset")
+        for p in pieces:
+            if mem.n_past[p.seq] + len(p.tokens) > self.n_ctx:
+                raise ContextError(f"the context is full: sequence {p.seq} has {mem.n_past[p.seq]} tokens, {len(p.tokens)} given, n_ctx is {self.n_ctx}; "
+                                   "give a larger n_ctx or reset")
+
+    def _run(self, mem: Memory, ub: Ubatch, found: dict[int, np.ndarray]) -> None:
+        n = ub.n_seq_tokens
+        placed = [mem.place(s, n) for s in ub.seqs]
+        pos = np.concatenate([p for _, p in placed])
+        wanted = np.flatnonzero(ub.outputs.ravel())
+        n_kv = mem.n_kv() if mem.shape.has_attention else NO_KV
+        planned = self._plan(n, len(ub.seqs), n_kv, max(len(wanted), 1))
+        start = time.perf_counter()
+        inp, runner = planned.inp, planned.runner
+        runner.set(inp.tokens, ub.tokens.ravel().astype(np.int32))
+        if inp.rows is not None:
+            runner.set(inp.rows, np.asarray(ub.seqs, np.int32))
+        if inp.pos is not None:
+            runner.set(inp.pos, pos.astype(np.int32))
+            runner.set(inp.kv_idxs, np.concatenate([c for c, _ in placed]).astype(np.int64))
+            runner.set(inp.kq_mask, mem.mask(np.repeat(ub.seqs, n), pos, n_kv))
+        if inp.out_ids is not None:
+            runner.set(inp.out_ids, wanted.astype(np.int32) if len(wanted) else np.zeros(1, np.int32))
+        runner.run()
+        if len(wanted):
+            logits = runner.get(planned.logits).reshape(-1, self.model.n_vocab)
+            for row, i in enumerate(ub.index.ravel()[wanted]):
+                found[int(i)] = logits[row]
+        for s in ub.seqs:
+            mem.n_past[s] += n
+        self.timings.n_tokens += ub.tokens.size
+        self.timings.run_seconds += time.perf_counter() - start
+
+    def _plan(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> Planned:
+        key = (n_seq_tokens, n_seqs, n_kv, n_outputs)
+        planned = self._plans.get(key)
+        if planned is None:
+            start = time.perf_counter()
+            inp = self.model.inputs(*key)
+            logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk)
+            planned = self._plans[key] = Planned(inp, logits, self.backend.compile(Graph([logits, *updates])))
+            if len(self._plans) > MAX_PLANS:
+                self._plans.popitem(last=False)
+            self.timings.n_plans += 1
+            self.timings.plan_seconds += time.perf_counter() - start
+        self._plans.move_to_end(key)
+        return planned
+
+    def prepare(self, n_tokens: int, seq: int = 0) -> None:
+        """Make the plans that a prompt of n_tokens and the tokens predicted after it need, so that nothing is compiled later."""
+        mem, done = self.memory, 0
+        start = mem.n_past[self._check_seq(seq)]
+        used = self.n_ctx - mem.room() if mem.shape.has_attention else start
+        for n in [*[min(self.n_ubatch, n_tokens - i) for i in range(0, n_tokens, self.n_ubatch)], 1]:
+            done += n
+            cells = min(used + done, self.n_ctx)
+            self._plan(n, 1, min(-(-cells // KV_PAD) * KV_PAD, self.n_ctx) if mem.shape.has_attention else NO_KV, 1)
+
+    def forms_used(self) -> str:
+        """The Mamba2 forms of the plans made so far, by tokens per sequence: `ssd at 600, scan at 1`."""
+        forms = {n: self.model.form_for(self.mamba2, n) for n, *_ in self._plans}
+        return ", ".join(f"{form} at {n}" for n, form in sorted(forms.items(), reverse=True))
+
+    @property
+    def threads(self) -> int:
+        """Threads of the backend."""
+        return int(getattr(self.backend, "threads", 1))
+
+    # -- text
+
+    def generate(self, ids: Sequence[int], n_predict: int = 64, sampler: Sampler | None = None, seq: int = 0, on_token: Callable[[int], None] | None = None) -> Iterator[str]:
+        """Feed `ids`, then predict up to n_predict tokens; pieces of text as they come, never half a character. Stops
+        early at an end-of-generation token or when the context is full. `on_token` sees each predicted id."""
+        from pyggml.runtime.sampling import Sampler
+        if not isinstance(n_predict, int) or isinstance(n_predict, bool) or n_predict < 0:
+            raise ParamError(f"n_predict {n_predict!r}; legal: a whole number >= 0")
+        sampler = sampler or Sampler()
+        text = StreamDetokenizer(self.model.vocab, skip_special=True)
+        logits = self.decode(ids, seq)
+        for i in range(n_predict):
+            token = sampler.sample(logits)
+            if on_token is not None:
+                on_token(token)
+            if token in self.model.vocab.eog_ids:
+                break
+            piece = text.push(token)
+            if piece:
+                yield piece
+            if i + 1 == n_predict or not self._fits(seq):
+                break
+            logits = self.decode([token], seq)
+        rest = text.flush()
+        if rest:
+            yield rest
+
+    def _fits(self, seq: int) -> bool:
+        mem = self.memory
+        return mem.n_past[seq] < self.n_ctx and (not mem.shape.has_attention or mem.room() > 0)
+
+    # -- life cycle
+
+    @property
+    def memory(self) -> Memory:
+        """The context's memory; ContextError once it is closed."""
+        if self._memory is None:
+            raise ContextError("the context is closed")
+        return self._memory
+
+    def n_past(self, seq: int = 0) -> int:
+        """Tokens that a sequence holds."""
+        return self.memory.n_past[self._check_seq(seq)]
+
+    def state(self, layer: int, seq: int = 0) -> dict[str, np.ndarray]:
+        """Copies of a recurrent layer's states: {"conv": [conv_dim, d_conv-1], "ssm": [n_head, head_dim, d_state]}, float32."""
+        kinds = self.model.kinds
+        if not isinstance(layer, int) or not 0 <= layer < len(kinds) or kinds[layer] != "mamba":
+            legal = [i for i, k in enumerate(kinds) if k == "mamba"]
+            raise ParamError(f"state: layer {layer!r} has no recurrent state; legal: {legal}")
+        return self.memory.state(layer, self._check_seq(seq))
+
+    def reset(self, seq: int | None = None) -> None:
+        """Forget one sequence, or all: the next prompt meets a fresh memory. The id may be used again."""
+        for s in range(self.n_seq_max) if seq is None else (self._check_seq(seq),):
+            self.memory.clear(s)
+            self._invalid.discard(s)
+
+    def close(self) -> None:
+        """Drop memory and plans. Calling it again does nothing."""
+        self._memory = None
+        self._plans.clear()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of `kv`, `state` and `compute` (the arenas of the plans in use)."""
+        buffers = {id(b): b.nbytes for p in self._plans.values() for b in getattr(p.runner, "buffers", list)()}
+        return {**self.memory.nbytes(), "compute": sum(buffers.values())}
+
+    def _check_seq(self, seq: int) -> int:
+        if not isinstance(seq, int | np.integer) or isinstance(seq, bool) or not 0 <= seq < self.n_seq_max:
+            raise ParamError(f"sequence {seq!r}; legal: 0 to {self.n_seq_max - 1} (n_seq_max {self.n_seq_max})")
+        return int(seq)
+
+    def _check_ids(self, ids: Sequence[int]) -> np.ndarray:
+        tokens = np.asarray(ids)
+        if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
+            raise ParamError(f"token ids: found {type(ids).__name__} of shape {tokens.shape}; legal: one or more whole numbers")
+        bad = tokens[(tokens < 0) | (tokens >= self.model.n_vocab)]
+        if len(bad):
+            raise ParamError(f"token id {int(bad[0])}; legal: 0 to {self.model.n_vocab - 1}")
+        return tokens.astype(np.int64)

@@ -1,0 +1,241 @@
+"""The CPU machine room: compiler and cache, levels, the team under load, interruption."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pyggml as pg
+from pyggml.cpu import level as cpu_level
+from pyggml.cpu.compile import STATS, Kernels, KernelSpec, kernel_key
+from pyggml.cpu.simd import helper, ld_bf16, ld_f16, ld_f32, st_bf16, st_f16, st_f32
+from pyggml.cpu.team import Team, n_cores, team
+from pyggml.dtypes import bf16_to_f32, f32_to_bf16
+from pyggml.errors import KernelError, ParamError
+
+FACTOR = np.float32(3)
+
+
+@helper
+def tripled(x):  # type: ignore[no-untyped-def]
+    return x * FACTOR
+
+
+def triple(out, x, i0, i1):  # type: ignore[no-untyped-def]
+    for i in range(i0, i1):
+        st_f32(out.p, i, tripled(ld_f32(x.p, i)))
+
+
+def raises(out, x, i0, i1):  # type: ignore[no-untyped-def]
+    if i0 > i1:
+        raise ValueError("never")
+
+
+def no_such_name(out, x, i0, i1):  # type: ignore[no-untyped-def]
+    st_f32(out.p, 0, undefined_helper(i0))  # type: ignore[name-defined] # noqa: F821
+
+
+def test_key_follows_every_helper_and_constant() -> None:
+    level = cpu_level.host_level()
+    plain = kernel_key(KernelSpec(triple, {}, 2).recipe(), level)
+    other = kernel_key(KernelSpec(triple, {"tripled": tripled.bind(FACTOR=np.float32(4))}, 2).recipe(), level)
+    assert plain != other and plain == kernel_key(KernelSpec(triple, {}, 2).recipe(), level)
+    assert kernel_key(KernelSpec(triple, {}, 2).recipe(), "portable") != plain
+
+
+def test_cache_on_disk(tmp_path: Path) -> None:
+    spec = KernelSpec(triple, {}, 2)
+    before = STATS.n_compiled
+    calls: list[tuple[int, int]] = []
+    Kernels(folder=tmp_path).addresses([spec], lambda done, total: calls.append((done, total)))
+    assert STATS.n_compiled == before + 1 and calls == [(0, 1), (1, 1)]
+    (file,) = tmp_path.glob("*.o")
+    Kernels(folder=tmp_path).addresses([spec])
+    assert STATS.n_compiled == before + 1
+    file.write_bytes(file.read_bytes()[:-10])  # a damaged file is compiled again
+    Kernels(folder=tmp_path).addresses([spec])
+    assert STATS.n_compiled == before + 2
+
+
+@pytest.mark.parametrize(("fn", "match"), ((raises, "raises: calls .*must not raise"), (no_such_name, "no_such_name: .*undefined_helper")))
+def test_kernels_that_cannot_be(fn: object, match: str, tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match=match) as e:
+        Kernels(folder=tmp_path).addresses([KernelSpec(fn, {}, 2)])  # type: ignore[arg-type]
+    assert "\n" not in str(e.value)
+
+
+def test_a_closure_is_refused() -> None:
+    k = np.float32(2)
+
+    def closed(out, x, i0, i1):  # type: ignore[no-untyped-def]
+        st_f32(out.p, 0, k)
+
+    with pytest.raises(KernelError, match="must not be a closure; it uses k"):
+        KernelSpec(closed, {}, 2).recipe()
+
+
+def convert(out, x, kind, i0, i1):  # type: ignore[no-untyped-def]
+    for i in range(i0, i1):
+        if kind == 0:
+            st_f32(out.p, i, ld_f16(x.p, i))
+        elif kind == 1:
+            st_f16(out.p, i, ld_f32(x.p, i))
+        elif kind == 2:
+            st_f32(out.p, i, ld_bf16(x.p, i))
+        else:
+            st_bf16(out.p, i, ld_f32(x.p, i))
+
+
+@pytest.mark.parametrize("level", cpu_level.LEVELS)
+def test_half_conversions_are_exact_at_every_level(level: str) -> None:
+    if cpu_level.LEVELS.index(level) > cpu_level.LEVELS.index(cpu_level.host_level()):
+        pytest.skip(f"this CPU has no {level}")
+    halves = np.arange(65536, dtype=np.uint16)
+    rng = np.random.default_rng(0)
+    singles = np.concatenate([rng.integers(0, 1 << 32, 200_000, dtype=np.uint64).astype(np.uint32), (np.arange(65536, dtype=np.uint32) << 13) + (112 << 23),
+                              np.array([0x477FEFFF, 0x477FF000, 0x33000000, 0x33000001, 0x32FFFFFF, 0x387FC000, 0x387FE000, 0x80000000], np.uint32)])
+    for kind, stored, want in ((0, halves, halves.view(np.float16).astype(np.float32)), (2, halves, bf16_to_f32(halves)),
+                               (1, singles, np.asarray(singles.view(np.float32)).astype(np.float16)), (3, singles, f32_to_bf16(singles.view(np.float32)))):
+        got = np.zeros(len(stored), want.dtype)
+        _run_kernel(level, convert, stored, got, kind)
+        nan = np.isnan(want) if want.dtype.kind == "f" else (want & 0x7FFF) > 0x7F80
+        assert np.array_equal(got[~nan].view(np.uint8), want[~nan].view(np.uint8))
+        assert np.array_equal((np.isnan(got) if got.dtype.kind == "f" else (got & 0x7FFF) > 0x7F80), nan)
+
+
+def _run_kernel(level: str, fn: object, x: np.ndarray, out: np.ndarray, *params: int) -> None:
+    spec = KernelSpec(fn, {}, 2, "i" * len(params))  # type: ignore[arg-type]
+    (address,) = Kernels(level).addresses([spec])
+    record = np.zeros(64, np.int64)
+    n = len(x)
+    words = [n, n, 0, 0, 0, 0]
+    for a in (out, x):
+        words += [a.ctypes.data, n, 1, 1, 1, a.itemsize, 0, 0, 0]
+    record[: len(words) + len(params)] = [*words, *params]
+    team(1).run(np.array([address, record.ctypes.data, 3], np.int64))
+
+
+def test_levels_are_named() -> None:
+    with pytest.raises(ParamError, match="level 'sse9'; legal on this CPU: portable"):
+        pg.open_backend("cpu", level="sse9")
+
+
+@pytest.mark.parametrize("level", ("portable", "avx2"))
+def test_the_bundled_model_at_lower_levels(level: str) -> None:
+    if cpu_level.LEVELS.index(level) > cpu_level.LEVELS.index(cpu_level.host_level()):
+        pytest.skip(f"this CPU has no {level}")
+    model = pg.load_model(pg.models.demo_path())
+    ids = [int(i) for i in np.random.default_rng(0).integers(1, 2048, 40)]
+    for form in ("scan", "ssd"):
+        want = model.context(mamba2=form).decode(ids)
+        assert np.abs(model.context(mamba2=form, level=level).decode(ids) - want).max() < 1e-3
+
+
+def test_importing_and_running_warm_needs_no_numba(root: Path) -> None:
+    code = ("import numpy as np, pyggml as pg, sys\n"
+            "x = pg.tensor(np.ones((5, 70), np.float32))\n"
+            "assert pg.compute(pg.exp(pg.add(x, x)), threads=2).shape == (5, 70)\n"
+            "assert 'numba' not in sys.modules\n")
+    for _ in range(2):  # the first run may compile, in processes of its own
+        subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
+
+
+def slow_graph(n: int) -> pg.Tensor:
+    x = h = pg.tensor(np.full((512, 1024), 0.5, np.float32))
+    for _ in range(n):
+        h = pg.tanh(h)
+    del x
+    return h
+
+
+def test_ctrl_c_ends_a_long_run(root: Path) -> None:
+    code = ("import numpy as np, pyggml as pg, sys\n"
+            "h = pg.tensor(np.full((512, 1024), 0.5, np.float32))\n"
+            "for _ in range(20000): h = pg.tanh(h)\n"
+            "r = pg.open_backend('cpu', threads=2, fuse=False).compile(pg.Graph([h]))\n"
+            "print('go', flush=True)\n"
+            "try:\n    r.run()\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)\n    sys.exit(7)\n")
+    p = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert p.stdout is not None and p.stdout.readline() == "go\n"
+    time.sleep(0.3)
+    p.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    out, _ = p.communicate(timeout=60)
+    assert p.returncode == 7 and out == "interrupted\n" and time.monotonic() - start < 20
+
+
+def test_a_team_lives_through_many_runs_and_callers() -> None:
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(64, 300)).astype(np.float32)
+    x = pg.tensor(a)
+    y = pg.cumsum(pg.exp(pg.scale(x, 0.1)))
+    want = pg.compute(y, threads=1)
+    errors: list[str] = []
+
+    def work() -> None:
+        runner = pg.open_backend("cpu", threads=2).compile(pg.Graph([y]))
+        for _ in range(200):
+            runner.run()
+            if not np.array_equal(runner.get(y), want):
+                errors.append("different bits")
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+
+
+def test_a_team_can_be_closed_and_used_again() -> None:
+    t = Team(3)
+    assert t.n_threads == 3
+    record = np.zeros(64, np.int64)
+    spec = KernelSpec(triple, {}, 2)
+    (address,) = Kernels().addresses([spec])
+    x, out = np.ones(10, np.float32), np.zeros(10, np.float32)
+    words = [10, 1, 0, 0, 0, 0]
+    for a in (out, x):
+        words += [a.ctypes.data, 10, 1, 1, 1, 4, 0, 0, 0]
+    record[: len(words)] = words
+    for _ in range(2):
+        out[...] = 0
+        t.run(np.array([address, record.ctypes.data, 2], np.int64))
+        assert out.tolist() == [3.0] * 10
+        t.close()
+
+
+@pytest.mark.skipif(n_cores() < 2, reason="needs two cores")
+def test_a_busy_neighbour_slows_in_proportion() -> None:
+    """One spinning process beside a team on all cores takes at most its fair share: the run may take a few times longer, not tens."""
+    y = slow_graph(60)
+    runner = pg.open_backend("cpu", threads=n_cores(), fuse=False).compile(pg.Graph([y]))
+    runner.run()
+
+    def best(n: int) -> float:
+        times = []
+        for _ in range(n):
+            start = time.perf_counter()
+            runner.run()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    quiet = best(5)
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.2)
+        loaded = best(5)
+    finally:
+        busy.kill()
+        busy.wait()
+    # no timing assert on an absolute value: a pure spin barrier took 18 times longer here
+    assert loaded < 10 * quiet + 0.05 or os.getloadavg()[0] > 2 * n_cores()
+

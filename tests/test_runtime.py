@@ -1,0 +1,311 @@
+"""Contexts: ubatches, sequences, states, resets. Rows of faults.md by their number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pyggml as pg
+from pyggml.errors import ContextError, KernelError, ParamError
+from pyggml.models import Model, demo_path
+from pyggml.runtime.batch import Piece, split_equal
+from pyggml.testing import fabricate, nmse
+
+FORMS = ("scan", "ssd")
+F32_CACHE = {"type_k": "f32", "type_v": "f32"}
+RNG = np.random.default_rng(11)
+IDS = [int(i) for i in RNG.integers(1, 2048, 700)]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Model:
+    return pg.load_model(demo_path())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    out = {}
+    for arch in ("mamba2", "granitehybrid", "nemotron_h"):
+        path = tmp_path_factory.mktemp("tiny") / f"{arch}.gguf"
+        fabricate(arch, path)
+        out[arch] = pg.load_model(path)
+    return out
+
+
+def small(n: int, seed: int = 0) -> list[int]:
+    return [int(i) for i in np.random.default_rng(seed).integers(1, 257, n)]
+
+
+def greedy(ctx: pg.runtime.context.Context, ids: list[int], n: int, seq: int = 0) -> list[int]:
+    logits, out = ctx.decode(ids, seq), []
+    for _ in range(n):
+        out.append(int(np.argmax(logits)))
+        logits = ctx.decode(out[-1:], seq)
+    return out
+
+
+@pytest.mark.parametrize("n", (1, 2, 63, 64, 65, 257, 600))
+def test_scan_and_ssd_agree(demo: Model, n: int) -> None:
+    """Fault 6 and the issue's own number: max |dlogit| <= 1e-3 over ubatch and chunk."""
+    want = demo.context(mamba2="scan", **F32_CACHE).decode(IDS[:n], all_logits=True)
+    for ub in (1, 7, 64, 512):
+        if ub == 1 and n > 65:
+            continue  # one token a step is the recurrence in both forms, whatever the length
+        for chunk in (16, 64, 256, "none"):
+            got = demo.context(mamba2="ssd", n_ubatch=ub, chunk=chunk, **F32_CACHE).decode(IDS[:n], all_logits=True)
+            assert np.abs(got - want).max() <= 1e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("n", (1, 2, 3, 4, 10), ids=lambda n: f"f4-{n}")
+def test_fault_4_prefill_and_step_equal_the_longer_prefill(tiny: dict[str, Model], n: int, form: str) -> None:
+    for model in tiny.values():
+        a, b = (model.context(mamba2=form, **F32_CACHE) for _ in range(2))
+        a.decode(small(n))
+        assert nmse(a.decode([7]), b.decode([*small(n), 7])) <= 1e-11
+        for il, kind in enumerate(model.kinds):
+            if kind == "mamba":
+                assert all(nmse(a.state(il)[k], b.state(il)[k]) <= 1e-11 for k in ("conv", "ssm"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ub", (64, 256), ids=lambda u: f"f24-ubatch-{u}")
+def test_fault_24_any_number_of_ubatches(demo: Model, ub: int, form: str) -> None:
+    whole = demo.context(mamba2=form, n_ubatch=1024, **F32_CACHE).decode(IDS)
+    assert nmse(demo.context(mamba2=form, n_ubatch=ub, **F32_CACHE).decode(IDS), whole) <= 1e-9
+
+
+@pytest.mark.parametrize("split", ([128] * 5 + [60], [146] * 4 + [116]), ids=("f5-128", "f5-146"))
+def test_fault_5_splitting_a_prompt_changes_nothing(demo: Model, split: list[int]) -> None:
+    whole = demo.context(mamba2="ssd", n_ubatch=1024, **F32_CACHE).decode(IDS)
+    ctx, at = demo.context(mamba2="ssd", **F32_CACHE), 0
+    for n in split:
+        logits = ctx.decode(IDS[at:at + n])
+        at += n
+    assert at == 700 and nmse(logits, whole) <= 1e-9
+
+
+def test_fault_25_a_row_is_cleared_once(tiny: dict[str, Model]) -> None:
+    for model in tiny.values():
+        parts = model.context(n_ubatch=2, **F32_CACHE).decode([5, 6, 7], all_logits=True)
+        whole = model.context(**F32_CACHE).decode([5, 6, 7], all_logits=True)
+        assert nmse(parts, whole) <= 1e-11 and np.array_equal(parts.argmax(1), whole.argmax(1))
+
+
+@pytest.mark.parametrize(("n", "ub"), ((8, 3), (5, 1)), ids=("f26-8-by-3", "f26-5-by-1"))
+def test_fault_26_any_ubatch(tiny: dict[str, Model], n: int, ub: int) -> None:
+    for model in tiny.values():
+        got = model.context(n_ubatch=ub, **F32_CACHE).decode(small(n), all_logits=True)
+        assert nmse(got, model.context(**F32_CACHE).decode(small(n), all_logits=True)) <= 1e-11
+
+
+def test_fault_27_token_order_across_sequences_does_not_matter(tiny: dict[str, Model]) -> None:
+    for model in tiny.values():
+        mixed = model.context(n_seq_max=2, **F32_CACHE).decode_tokens([10, 20, 11, 21, 22], [0, 0, 1, 1, 2], [0, 1, 0, 1, 1])
+        a = model.context(**F32_CACHE).decode([10, 11], all_logits=True)
+        b = model.context(**F32_CACHE).decode([20, 21, 22], all_logits=True)
+        assert nmse(mixed[[0, 2]], a) <= 1e-11 and nmse(mixed[[1, 3, 4]], b) <= 1e-11
+        with pytest.raises(ParamError, match=r"positions must be 0 to 1, found \[1, 2\]"):
+            model.context().decode_tokens([1, 2], [1, 2], [0, 0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fault_28_batched_sequences_equal_solo_runs(demo: Model, form: str) -> None:
+    prompts = [IDS[:3], IDS[3:20], IDS[20:84], IDS[84:149]]
+    solo = []
+    for p in prompts:
+        solo.append(greedy(demo.context(mamba2=form, **F32_CACHE), p, 16))
+    ctx = demo.context(mamba2=form, n_seq_max=4, **F32_CACHE)
+    logits = [x[-1] for x in ctx.decode_batch(list(enumerate(prompts)))]
+    got: list[list[int]] = [[] for _ in prompts]
+    for _ in range(16):
+        for s, x in enumerate(logits):
+            got[s].append(int(np.argmax(x)))
+        logits = [x[-1] for x in ctx.decode_batch([(s, got[s][-1:]) for s in range(4)])]
+    assert got == solo
+
+
+def test_fault_29_alternating_sequences_read_their_own_rows(demo: Model) -> None:
+    prompt, ctx = IDS[:9], demo.context(n_seq_max=3, **F32_CACHE)
+    for s in range(3):
+        ctx.decode(prompt, s)
+    texts: list[list[int]] = [[], [], []]
+    last = [prompt[-1]] * 3
+    for _ in range(12):
+        for s in (2, 0, 1):
+            last[s] = int(np.argmax(ctx.decode([last[s]], s)))
+            texts[s].append(last[s])
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fault_31_reset_forgets_everything(tiny: dict[str, Model], form: str) -> None:
+    for model in tiny.values():
+        ctx, fresh = (model.context(mamba2=form, **F32_CACHE) for _ in range(2))
+        ctx.decode(small(64, 1))
+        ctx.reset(0)
+        assert np.array_equal(ctx.decode(small(20), all_logits=True), fresh.decode(small(20), all_logits=True))
+        for il, kind in enumerate(model.kinds):
+            if kind == "mamba":
+                assert all(np.array_equal(ctx.state(il)[k], fresh.state(il)[k]) for k in ("conv", "ssm"))
+
+
+def test_fault_39_sequence_ids_are_used_again(tiny: dict[str, Model]) -> None:
+    for model in tiny.values():
+        ctx = model.context(n_seq_max=2, **F32_CACHE)
+        ctx.decode(small(5), 0)
+        ctx.decode(small(6), 1)
+        ctx.reset(0)
+        assert nmse(ctx.decode(small(5, 3), 0), model.context(**F32_CACHE).decode(small(5, 3))) <= 1e-11
+        with pytest.raises(ParamError, match=r"sequence 2; legal: 0 to 1 \(n_seq_max 2\)"):
+            ctx.decode([1], 2)
+
+
+def test_fault_40_41_memory_sizes(demo: Model, tiny: dict[str, Model]) -> None:
+    small_ctx, large = demo.context(n_ctx=512).memory_bytes(), demo.context(n_ctx=65536).memory_bytes()
+    assert small_ctx["state"] == large["state"] == 5 * (768 * 3 + 8 * 64 * 128) * 4
+    assert small_ctx["kv"] == 512 * 2 * 2 * 128 * 2  # two attention layers, K and V of 2 heads of 64 in f16
+    assert tiny["mamba2"].context(n_ctx=65536).memory_bytes()["kv"] == 0
+
+
+def test_fault_41_kv_of_granite_1b_shape(tmp_path: Path) -> None:
+    kv = np.array([8 if i in (5, 15, 25, 35) else 0 for i in range(40)], np.int32)
+    fabricate("granitehybrid", tmp_path / "m.gguf", block_count=40, attention__head_count=8, attention__head_count_kv=kv, attention__key_length=128)
+    assert pg.load_model(tmp_path / "m.gguf").context(n_ctx=4096).memory_bytes()["kv"] == 64 << 20
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fault_42_a_full_context_stops(tiny: dict[str, Model], form: str) -> None:
+    for model in tiny.values():
+        ctx = model.context(n_ctx=16, mamba2=form, **F32_CACHE)
+        seen: list[int] = []
+        list(ctx.generate(small(4), 20, pg.Sampler(temp=0.0), on_token=seen.append))
+        assert len(seen) <= 13 and ctx.n_past() <= 16
+        with pytest.raises(ContextError, match="the context is full"):
+            ctx.decode(small(17))
+        before = ctx.n_past()
+        with pytest.raises(ContextError, match="the context is full"):
+            ctx.decode(small(17 - before))
+        assert ctx.n_past() == before  # nothing was touched
+
+
+def test_fault_43_counts_are_checked(tiny: dict[str, Model]) -> None:
+    ctx = tiny["mamba2"].context()
+    with pytest.raises(ParamError, match="n_predict -7; legal: a whole number >= 0"):
+        list(ctx.generate([1], -7))
+    for bad in ({"n_ctx": 0}, {"n_ubatch": -5}, {"n_seq_max": 0}, {"n_ctx": 2.5}):
+        with pytest.raises(ParamError, match="legal: a whole number >= 1"):
+            tiny["mamba2"].context(**bad)  # type: ignore[arg-type]
+
+
+def test_fault_44_ragged_lengths(tiny: dict[str, Model]) -> None:
+    for model in tiny.values():
+        both = model.context(n_seq_max=2, **F32_CACHE).decode_batch([(0, small(5, 1)), (1, small(9, 2))], all_logits=True)
+        for got, ids in zip(both, (small(5, 1), small(9, 2)), strict=True):
+            assert nmse(got, model.context(**F32_CACHE).decode(ids, all_logits=True)) <= 1e-11
+
+
+@pytest.mark.parametrize("n_ctx", (1, 1000, 4097), ids=lambda n: f"f51-{n}")
+def test_fault_51_any_context_size(tiny: dict[str, Model], n_ctx: int) -> None:
+    for model in tiny.values():
+        ids = small(min(n_ctx, 300))
+        assert nmse(model.context(n_ctx=n_ctx, **F32_CACHE).decode(ids), model.context(**F32_CACHE).decode(ids)) <= 1e-11
+
+
+def test_fault_50_one_predicate_for_recurrent_state(tiny: dict[str, Model]) -> None:
+    assert all(m.has_recurrent_state for m in tiny.values())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fault_17_18_dead_memory_does_not_leak(tiny: dict[str, Model], form: str) -> None:
+    """Unused rows and cells full of NaN, the arena poisoned: the same bits as clean memory, first run and second."""
+    for model in tiny.values():
+        clean = model.context(n_seq_max=3, mamba2=form, **F32_CACHE)
+        dirty = model.context(n_seq_max=3, mamba2=form, poison=True, **F32_CACHE)
+        for t in (*dirty.memory.conv, *dirty.memory.ssm):
+            if t is not None and t.data is not None:
+                t.data.reshape(3, -1)[[0, 2]] = 0xFF
+        want = clean.decode(small(21), 1, all_logits=True)
+        assert np.array_equal(dirty.decode(small(21), 1, all_logits=True), want)
+        dirty.reset(1)
+        assert np.array_equal(dirty.decode(small(21), 1, all_logits=True), want)
+
+
+@pytest.mark.parametrize("types", ({"type_k": "f16", "type_v": "f16"}, {"type_k": "bf16", "type_v": "bf16"}, {"type_s": "f16"}, {"type_s": "bf16", "type_r": "bf16"}), ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_narrow_caches_and_states(demo: Model, types: dict[str, str], form: str) -> None:
+    want = demo.context(mamba2=form, **F32_CACHE).decode(IDS[:100])
+    ctx = demo.context(mamba2=form, n_ubatch=32, **{**F32_CACHE, **types})
+    err = nmse(ctx.decode(IDS[:100]), want)
+    limit = {"f16": 1e-5, "bf16": 1e-3}[next(iter(types.values()))]  # rounding of 11 and 8 bits, through seven layers
+    assert 0 < err <= limit
+
+
+def test_threads_give_the_same_bits(demo: Model) -> None:
+    for form in FORMS:
+        outs = [demo.context(threads=t, mamba2=form, **F32_CACHE).decode(IDS[:130], all_logits=True) for t in (1, 2, 7)]
+        assert all(np.array_equal(o, outs[0]) for o in outs[1:])
+
+
+def test_plans_are_used_again(demo: Model) -> None:
+    ctx = demo.context(**F32_CACHE)
+    ctx.decode(IDS[:10])
+    for i in range(20):
+        ctx.decode([IDS[i]])
+    assert ctx.timings.n_plans == 2
+
+
+def test_an_interrupted_step_invalidates_its_sequences(demo: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx = demo.context(n_seq_max=2, **F32_CACHE)
+    ctx.decode(IDS[:5], 1)
+
+    def interrupted(*_a: object, **_k: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr("pyggml.cpu.team.Team.run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ctx.decode(IDS[:5], 0)
+    with pytest.raises(ContextError, match=r"sequence 0: its last step was interrupted .* reset\(0\) first"):
+        ctx.decode([1], 0)
+    ctx.reset(0)
+    fresh = demo.context(**F32_CACHE).decode(IDS[:5])
+    assert np.array_equal(ctx.decode(IDS[:5], 0), fresh)
+    assert ctx.n_past(1) == 5
+
+
+def test_split_equal_is_rectangular() -> None:
+    pieces = [Piece(s, np.arange(n), np.ones(n, bool), np.arange(n)) for s, n in enumerate((3, 17, 64, 65))]
+    shapes = [(len(u.seqs), u.n_seq_tokens) for u in split_equal(pieces, 512)]
+    assert shapes == [(4, 3), (3, 14), (2, 47), (1, 1)]
+    assert all(len(u.seqs) * u.n_seq_tokens <= 5 for u in split_equal(pieces, 5))
+
+
+def test_bad_arguments(tiny: dict[str, Model]) -> None:
+    model = tiny["granitehybrid"]
+    ctx = model.context(n_seq_max=2)
+    for bad, match in (([], "one or more whole numbers"), ([1.5], "one or more whole numbers"), ([258], "token id 258; legal: 0 to 257"), ([-1], "token id -1")):
+        with pytest.raises(ParamError, match=match):
+            ctx.decode(bad)  # type: ignore[arg-type]
+    with pytest.raises(ParamError, match="a sequence is given twice"):
+        ctx.decode_batch([(0, [1]), (0, [2])])
+    with pytest.raises(ParamError, match=r"layer 1 has no recurrent state; legal: \[0, 2\]"):
+        ctx.state(1)
+    with pytest.raises(ParamError, match="type_s 'q8_0'; legal: f32, f16, bf16"):
+        model.context(type_s="q8_0")
+    with pytest.raises(ParamError, match="backend 'vulkan' is unknown"):
+        model.context(backend="vulkan")
+    with pytest.raises(ParamError, match="threads: 0; legal: 1 to 256"):
+        model.context(threads=0)
+    ctx.close()
+    ctx.close()
+    with pytest.raises(ContextError, match="the context is closed"):
+        ctx.decode([1])
+
+
+def test_a_bad_row_id_is_named() -> None:
+    x, ids = pg.tensor(np.ones((4, 3), np.float32)), pg.tensor(np.array([0, 4], np.int32))
+    with pytest.raises(KernelError, match="GET_ROWS .*: bad index 4"):
+        pg.compute(pg.get_rows(x, ids))

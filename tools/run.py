@@ -1,0 +1,110 @@
+"""`pyggml run`: a prompt in, text out; timings and memory to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from pyggml.errors import ParamError
+from pyggml.models import Model
+from pyggml.runtime.context import Context
+from pyggml.runtime.sampling import Sampler
+from pyggml.tools.common import context_options, human_bytes, model_options, note, open_model, whole
+
+
+def options(p: argparse.ArgumentParser) -> None:
+    """Options, by llama.cpp's names."""
+    model_options(p)
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="prompt (default: stdin; the bundled model has one of its own)")
+    source.add_argument("-f", "--file", metavar="FILE", help="file with the prompt")
+    p.add_argument("-n", "--predict", type=whole(0), default=128, metavar="N", help="tokens to predict at most (128)")
+    context_options(p)
+    p.add_argument("--temp", type=float, default=0.8, metavar="X", help="temperature; 0: always the likeliest token (0.8)")
+    p.add_argument("--top-k", type=whole(0), default=40, metavar="N", help="sample among the N likeliest tokens; 0: all (40)")
+    p.add_argument("--top-p", type=float, default=0.95, metavar="X", help="and among the fewest whose probabilities reach X (0.95)")
+    p.add_argument("-s", "--seed", type=whole(0, (1 << 63) - 1), metavar="N", help="seed of the sampler (default: a new one, printed)")
+    p.add_argument("--no-display-prompt", action="store_true", help="print the predicted text only")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the tool."""
+    start = time.perf_counter()
+    sampler = Sampler(temp=args.temp, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    model = open_model(args)
+    prompt = read_prompt(args)
+    ids = model.vocab.tokenize(prompt)
+    if not ids:
+        raise ParamError("the prompt is empty; give one with -p, -f or stdin")
+    ctx = model.context(threads=args.threads, n_ctx=args.ctx_size, n_ubatch=args.ubatch_size, mamba2=args.mamba2, chunk=args.chunk, type_k=args.cache_type_k,
+                        type_v=args.cache_type_v, type_r=args.type_r, type_s=args.type_s)
+    loaded = time.perf_counter()
+    ctx.prepare(len(ids))
+    prepared = time.perf_counter()
+    if not args.no_display_prompt:
+        print(prompt, end="", flush=True)
+    count, first, eval_start = 0, 0.0, 0.0
+
+    def on_token(_token: int) -> None:
+        nonlocal count, first
+        if count == 0:
+            first = time.perf_counter()
+        count += 1
+
+    eval_start = time.perf_counter()
+    for piece in ctx.generate(ids, args.predict, sampler, on_token=on_token):
+        print(piece, end="", flush=True)
+    end = time.perf_counter()
+    print(flush=True)
+    first = first or end
+    report(model, ctx, args, sampler, loaded - start, prepared - loaded, (len(ids), first - eval_start), first - start, (count - 1, end - first))
+    return 0
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The text of -p, -f or stdin; the bundled model's own prompt when nothing is given at a terminal."""
+    if args.prompt is not None:
+        return str(args.prompt)
+    if args.file is not None:
+        try:
+            with open(args.file, encoding="utf-8") as f:
+                return f.read()
+        except OSError as e:
+            raise ParamError(f"-f {args.file}: {e.strerror}") from None
+        except UnicodeDecodeError as e:
+            raise ParamError(f"-f {args.file}: byte {e.start} is not UTF-8") from None
+    if not sys.stdin.isatty():
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise ParamError(f"stdin: byte {e.start} is not UTF-8") from None
+        if text or args.model is not None:
+            return text
+    elif args.model is not None:
+        raise ParamError("no prompt; give one with -p, -f or stdin")
+    return demo_prompt()
+
+
+def demo_prompt() -> str:
+    """A prompt in the bundled model's language."""
+    from pyggml.models import demo_path
+    return (demo_path().parent / "prompt.txt").read_text(encoding="utf-8").rstrip("\n")
+
+
+def report(model: Model, ctx: Context, args: argparse.Namespace, sampler: Sampler, load: float, prepare: float, prompt: tuple[int, float], ttft: float,
+           evaluated: tuple[int, float]) -> None:
+    """Timings and memory, one line each, on stderr."""
+    from pyggml.cpu.compile import STATS
+    memory = ctx.memory_bytes()
+    form = args.mamba2 if args.mamba2 != "auto" else f"auto ({ctx.forms_used()})"
+    if STATS.n_compiled:
+        note(f"compile  {STATS.n_compiled} kernels in {STATS.seconds:.2f} s (once per machine)")
+    else:
+        note(f"compile  nothing to do, {STATS.n_loaded} kernels from the cache")
+    note(f"load     {load:.2f} s, plans {prepare - STATS.seconds:.2f} s")
+    note(f"prompt   {prompt[0]} tokens, {prompt[0] / max(prompt[1], 1e-9):.1f} t/s; mamba2 {form}")
+    note(f"first    {ttft:.2f} s from start to first token")
+    if evaluated[0] > 0:
+        note(f"eval     {evaluated[0]} tokens, {evaluated[0] / max(evaluated[1], 1e-9):.1f} t/s; {ctx.threads} threads, seed {sampler.seed}")
+    note(f"memory   weights {human_bytes(model.nbytes)}, KV {human_bytes(memory['kv'])}, state {human_bytes(memory['state'])}, compute {human_bytes(memory['compute'])}")
