@@ -3,6 +3,6 @@
 if __name__ == "models":
     raise ImportError("this folder is the package pyggml.models: write `import pyggml.models`, not `import models`")
 
-from pyggml.models.loader import Model, demo_path, load_model  # noqa: E402 - the guard above comes first
+from pyggml.models.loader import Model, demo_path, load_model
 
 __all__ = ["Model", "demo_path", "load_model"]

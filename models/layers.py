@@ -254,4 +254,4 @@ def _checked_user(made: Any, y_ne: tuple[int, int, int], p: SSM) -> tuple[Tensor
     for t, ne, what in ((y, [*y_ne], "y"), (conv, [*p.conv_ne, s], "conv"), (ssm, [*p.ssm_ne, s], "ssm")):
         if t.ne != (*ne, 1, 1, 1)[:4]:
             raise ShapeError(f"mamba2 function: {what} has ne {list(t.ne)}; expected {ne}")
-    return tuple(t if t.is_contiguous else cont(t) for t in made)  # type: ignore[return-value]
+    return tuple(t if t.is_contiguous else cont(t) for t in made)

@@ -170,7 +170,8 @@ class Model:
         attn, rec = "attention" in self.kinds, "mamba" in self.kinds
         return GraphInputs(n_seq_tokens, n_seqs, n_kv, n_outputs, tokens=tensor([n], "i32", name="inp_tokens"),
                            rows=tensor([n_seqs], "i32", name="inp_rows") if rec else None, pos=tensor([n], "i32", name="inp_pos") if attn else None,
-                           kv_idxs=tensor([n], "i64", name="inp_kv_idxs") if attn else None, kq_mask=tensor([n_kv, n], "f32", name="inp_kq_mask") if attn else None,
+                           kv_idxs=tensor([n], "i64", name="inp_kv_idxs") if attn else None,
+                           kq_mask=tensor([n_kv, n], "f32", name="inp_kq_mask") if attn else None,
                            out_ids=tensor([n_outputs], "i32", name="inp_out_ids") if n_outputs < n else None)
 
     def close(self) -> None:

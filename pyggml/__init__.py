@@ -16,7 +16,7 @@ from pyggml import errors
 from pyggml.dtypes import dtype
 from pyggml.errors import PyggmlError
 from pyggml.graph import Graph
-from pyggml.registry import find_op, kernel, load_ops, op
+from pyggml.registry import Spec, find_op, kernel, like, load_ops, op
 from pyggml.tensor import Tensor, raw_tensor, tensor
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def compute(outputs: Tensor | Sequence[Tensor], feeds: Mapping[Tensor, np.ndarra
     from pyggml.backends import open_backend
     from pyggml.backends.base import natural_shape
 
-    many = not isinstance(outputs, Tensor)
-    outs = tuple(outputs) if many else (outputs,)
+    outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     if threads is not None:
         options["threads"] = threads
     runner = open_backend(backend, **options).compile(Graph(outs))
@@ -49,12 +48,16 @@ def compute(outputs: Tensor | Sequence[Tensor], feeds: Mapping[Tensor, np.ndarra
         runner.set(t, value)
     runner.run()
     results = tuple(runner.get(t).reshape(natural_shape(t)) for t in outs)
-    return results if many else results[0]
+    return results[0] if isinstance(outputs, Tensor) else results
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        from importlib import import_module
+    from importlib import import_module
+
+    value: Any
+    if name in _MODULES:
+        value = import_module(f"pyggml.{name}")
+    elif name in _LAZY:
         value = getattr(import_module(_LAZY[name]), name)
     else:
         if name.startswith("_"):
@@ -67,6 +70,7 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+_MODULES = ("backends", "cpu", "gguf", "models", "ops", "runtime", "testing")
 _LAZY = {"load_model": "pyggml.models", "mamba2_layer": "pyggml.models.layers", "Sampler": "pyggml.runtime.sampling", "open_backend": "pyggml.backends"}
 
 
@@ -75,4 +79,4 @@ def _aliases() -> dict[str, Any]:
     return {**reduce.ALIASES, **triangular.ALIASES}
 
 
-__all__ = ["Graph", "PyggmlError", "Tensor", "compute", "dtype", "errors", "find_op", "kernel", "load_ops", "op", "raw_tensor", "tensor"]
+__all__ = ["Graph", "PyggmlError", "Spec", "Tensor", "compute", "dtype", "errors", "find_op", "kernel", "like", "load_ops", "op", "raw_tensor", "tensor"]

@@ -122,7 +122,7 @@ class Case:
             fields[f"ne{suffix}"] = x.ne
             if x.nb is not None:
                 fields[f"nb{suffix}"] = x.nb
-        fields.update({k: v for k, v in self.attrs.items() if v is not None})
+        fields.update({f"{k}_out" if k in fields else k: v for k, v in self.attrs.items() if v is not None})
         if self.note:
             fields["note"] = self.note
         return fields

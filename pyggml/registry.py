@@ -219,10 +219,13 @@ class KernelDef:
         return self.when(node) if self.when is not None else None
 
 
-def kernel(op_name: str, backend: str, *, when: Callable[[Node], str | None] | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def kernel(op_name: str, backend: str, *, when: Callable[[Node], str | None] | None = None,
+           **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a kernel. Later registrations are tried first, so the general kernel stands first in its file."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        if op_name not in OPS and fn.__module__.startswith("pyggml.ops."):  # a compiling process imports a kernel's file alone
+            importlib.import_module(fn.__module__.rpartition(".")[0] + ".defs")
         find_op(op_name).kernels.setdefault(backend, []).insert(0, KernelDef(fn.__name__, fn, when, options))
         return fn
 

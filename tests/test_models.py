@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy_forward import forward, mamba2
 
 import pyggml as pg
-from numpy_forward import forward, mamba2
 from pyggml.errors import FormatError, ModelError, ParamError, ShapeError
 from pyggml.gguf import read_gguf
 from pyggml.models.base import Weights

@@ -52,6 +52,14 @@ def open_model(args: argparse.Namespace) -> Model:
     return load_model(args.model or demo_path())
 
 
+def compile_line() -> str:
+    """What compiling cost this process."""
+    from pyggml.cpu.compile import STATS
+    if STATS.n_compiled:
+        return f"{STATS.n_compiled} kernels in {STATS.seconds:.1f} s (once per machine)"
+    return f"nothing to do, {STATS.n_loaded} kernels from the cache"
+
+
 def note(text: str) -> None:
     """A line on stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -7,13 +7,12 @@ import time
 
 import numpy as np
 
-from pyggml.cpu.compile import STATS
 from pyggml.cpu.level import describe
 from pyggml.models import demo_path, load_model
 from pyggml.models.loader import Model
 from pyggml.runtime.context import Context
 from pyggml.runtime.sampling import Sampler
-from pyggml.tools.common import whole
+from pyggml.tools.common import compile_line, whole
 from pyggml.tools.run import demo_prompt
 
 N_PROMPT, N_PREDICT, N_RUNS = 600, 64, 5
@@ -35,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     contexts = {form: model.context(threads=args.threads, mamba2=form, n_ubatch=N_PROMPT) for form in ("scan", "ssd")}
     for ctx in contexts.values():
         ctx.prepare(N_PROMPT)
-    print(f"compile  {STATS.n_compiled} kernels in {STATS.seconds:.1f} s" if STATS.n_compiled else f"compile  nothing to do, {STATS.n_loaded} kernels from the cache")
+    print(f"compile  {compile_line()}")
     times, logits = prefill(contexts, prompt)
     n_scan = model.graph(N_PROMPT, mamba2="scan").n_nodes
     print(f"scan     {n_scan} nodes, {N_PROMPT}-token prefill {times['scan'] * 1e3:.0f} ms")

@@ -63,7 +63,8 @@ def file_lines(f: GGUFFile) -> list[str]:
     for t in f.tensors.values():
         row = by_type[t.dtype.name]
         row[0], row[1], row[2] = row[0] + 1, row[1] + _elements(t.ne), row[2] + t.nbytes
-    lines += [f"tensors     {n:4d} {name:<6} {human_count(e):>9} weights {human_bytes(b):>10}" for name, (n, e, b) in sorted(by_type.items(), key=lambda x: -x[1][2])]
+    largest_first = sorted(by_type.items(), key=lambda x: -x[1][2])
+    lines += [f"tensors     {n:4d} {name:<6} {human_count(e):>9} weights {human_bytes(b):>10}" for name, (n, e, b) in largest_first]
     bits = f"{8 * nbytes / n_params:.2f} bits per weight" if n_params else "no weights"
     return [*lines, f"weights     {human_count(n_params)} ({n_params:,}), {bits}"]
 

@@ -10,7 +10,7 @@ from pyggml.errors import ParamError
 from pyggml.models import Model
 from pyggml.runtime.context import Context
 from pyggml.runtime.sampling import Sampler
-from pyggml.tools.common import context_options, human_bytes, model_options, note, open_model, whole
+from pyggml.tools.common import compile_line, context_options, human_bytes, model_options, note, open_model, whole
 
 
 def options(p: argparse.ArgumentParser) -> None:
@@ -98,13 +98,10 @@ def report(model: Model, ctx: Context, args: argparse.Namespace, sampler: Sample
     from pyggml.cpu.compile import STATS
     memory = ctx.memory_bytes()
     form = args.mamba2 if args.mamba2 != "auto" else f"auto ({ctx.forms_used()})"
-    if STATS.n_compiled:
-        note(f"compile  {STATS.n_compiled} kernels in {STATS.seconds:.2f} s (once per machine)")
-    else:
-        note(f"compile  nothing to do, {STATS.n_loaded} kernels from the cache")
+    note(f"compile  {compile_line()}")
     note(f"load     {load:.2f} s, plans {prepare - STATS.seconds:.2f} s")
     note(f"prompt   {prompt[0]} tokens, {prompt[0] / max(prompt[1], 1e-9):.1f} t/s; mamba2 {form}")
     note(f"first    {ttft:.2f} s from start to first token")
     if evaluated[0] > 0:
         note(f"eval     {evaluated[0]} tokens, {evaluated[0] / max(evaluated[1], 1e-9):.1f} t/s; {ctx.threads} threads, seed {sampler.seed}")
-    note(f"memory   weights {human_bytes(model.nbytes)}, KV {human_bytes(memory['kv'])}, state {human_bytes(memory['state'])}, compute {human_bytes(memory['compute'])}")
+    note(f"memory   weights {human_bytes(model.nbytes)}, " + ", ".join(f"{k} {human_bytes(v)}" for k, v in memory.items()))

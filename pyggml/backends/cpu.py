@@ -168,8 +168,11 @@ class CpuRunner:
         self.team.run(self._tape, times)
         if self._status.any():
             i = int(np.flatnonzero(self._status[:, 0])[0])
-            node, value = self.plan.steps[i].nodes[-1], int(self._status[i, 1])
-            raise KernelError(f"{node.op.name} ({node.name}): bad index {value}; legal: {self.plan.steps[i].kernel.name} takes ids within the rows of its source")
+            step, (code, value) = self.plan.steps[i], self._status[i].tolist()
+            where = f"{step.nodes[-1].op.name} ({step.nodes[-1].name})"
+            if code == tp.RAISED:
+                raise KernelError(f"{where}: the kernel {step.kernel_name} raised an error; kernels must not")
+            raise KernelError(f"{where}: bad index {value}; legal: rows of the tensor that it indexes")
 
     def buffers(self) -> list[np.ndarray]:
         """Arena and scratch."""

@@ -122,7 +122,7 @@ def _rebuild(recipe: tuple[Any, ...], njit: Callable[[FunctionType], Any]) -> An
 # -- numba ----------------------------------------------------------------------------------------------------------------
 
 def _njit(fn: FunctionType) -> Any:
-    import numba
+    numba: Any = import_module("numba")
     return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(fn)
 
 
@@ -171,8 +171,9 @@ def _entry_source(n_args: int, params: str, scratch: bool, status: bool) -> str:
 
 def compile_object(recipe: tuple[Any, ...]) -> tuple[str, bytes]:
     """Symbol and object code of a recipe. Runs in a process whose level was set before numba was imported."""
+    compiler: Any = import_module("numba.core.compiler")
     from numba import types
-    from numba.core import compiler, registry
+    from numba.core import registry
     from numba.core.errors import NumbaError
 
     body, n_args, params, scratch, status, raw = recipe
@@ -222,7 +223,7 @@ def worker_main() -> None:
 
 def _prepare_numba(level: str) -> None:
     cpu_level.set_target(level)
-    from numba.core import config
+    config: Any = import_module("numba.core.config")
     config.CPU_NAME, config.CPU_FEATURES = cpu_level.numba_target(level)
     config.ENABLE_AVX = True
 
@@ -330,6 +331,7 @@ class CompileStats:
 
 
 STATS = CompileStats()
+_ENGINES: list[Any] = []  # machine code stays for the life of the process: tapes hold addresses into it
 Progress = Callable[[int, int], None]
 
 
@@ -339,7 +341,7 @@ class Kernels:
     def __init__(self, level: str | None = None, folder: Path | None = None) -> None:
         self.level = cpu_level.check_level(level)
         self.folder = folder or cache_folder()
-        self._loaded: dict[str, tuple[int, Any]] = {}  # key -> address, engine (kept alive)
+        self._loaded: dict[str, int] = {}  # key -> address
         self._keys: dict[Callable[..., Any], list[tuple[KernelSpec, str]]] = {}
 
     def addresses(self, specs: Sequence[KernelSpec], progress: Progress | None = None) -> list[int]:
@@ -351,7 +353,7 @@ class Kernels:
             for k in missing:
                 if not self._load(k):
                     raise KernelError(f"kernel {missing[k][0][1]}: its file in {self.folder} vanished or is damaged")
-        return [self._loaded[k][0] for k in keys]
+        return [self._loaded[k] for k in keys]
 
     def _key(self, spec: KernelSpec) -> str:
         known = self._keys.get(spec.fn, [])
@@ -372,7 +374,8 @@ class Kernels:
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine(jit=True, codemodel="jitdefault"))
         engine.add_object_file(llvm.ObjectFileRef.from_data(found[1]))
         engine.finalize_object()
-        self._loaded[key] = (engine.get_function_address(found[0]), engine)
+        _ENGINES.append(engine)
+        self._loaded[key] = engine.get_function_address(found[0])
         STATS.n_loaded += 1
         return True
 

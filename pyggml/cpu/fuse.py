@@ -29,7 +29,7 @@ from pyggml.dtypes import F32, F64, I32, DType
 from pyggml.errors import UnsupportedOp
 from pyggml.graph import Graph
 from pyggml.plan import Step, single_steps
-from pyggml.tensor import Node, Shape, Tensor, shape4
+from pyggml.tensor import Node, Tensor, shape4
 
 MAX_OPERANDS = 8
 MAX_NODES = 32

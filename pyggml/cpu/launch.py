@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 from pyggml.cpu.compile import KernelSpec
 from pyggml.registry import KernelDef
 from pyggml.tensor import Node, Tensor

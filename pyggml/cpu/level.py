@@ -79,7 +79,7 @@ def check_level(level: str | None) -> str:
     if level is None:
         return host_level()
     if level not in LEVELS or LEVELS.index(level) > LEVELS.index(host_level()):
-        raise ParamError(f"level {level!r}: legal on this CPU: {', '.join(LEVELS[: LEVELS.index(host_level()) + 1])}")
+        raise ParamError(f"level {level!r}; legal on this CPU: {', '.join(LEVELS[: LEVELS.index(host_level()) + 1])}")
     return level
 
 

@@ -413,13 +413,13 @@ def clock_ns(b: Any, ir: Any) -> Any:
     return b.add(b.mul(sec, i64(1_000_000_000)), nsec)
 
 
-@intrinsic("void(i64, i64, i64, i64)")
-def call_kernel(b: Any, ir: Any, fn: Any, record: Any, ith: Any, nth: Any) -> None:
-    """Call the compiled kernel at address fn: numba's convention, whose result and error slots a kernel never uses."""
+@intrinsic("i64(i64, i64, i64, i64)")
+def call_kernel(b: Any, ir: Any, fn: Any, record: Any, ith: Any, nth: Any) -> Any:
+    """Call the compiled kernel at address fn: numba's convention. 0, or not 0 when the kernel raised."""
     i32, i64 = ir.IntType(32), ir.IntType(64)
     p = ir.IntType(8).as_pointer().as_pointer()
     with b.goto_entry_block():
         space = b.alloca(ir.ArrayType(i64, 4))
     slot = b.bitcast(space, p)
     fnty = ir.FunctionType(i32, [p, p, i64, i64, i64])
-    b.call(b.inttoptr(fn, fnty.as_pointer()), [slot, slot, record, ith, nth])
+    return b.sext(b.call(b.inttoptr(fn, fnty.as_pointer()), [slot, slot, record, ith, nth]), i64)

@@ -22,7 +22,8 @@ from pyggml.cpu.simd import atomic_add, atomic_ldw, atomic_stw, call_kernel, clo
 TAPE, N_STEPS, N_THREADS, FIRST, NEXT, BUDGET, TIMES, SPINS, GO = 0, 1, 2, 3, 4, 5, 6, 7, 8
 JOB, ARRIVED, PHASE, SLEEPERS, QUIT, CTL_WORDS = 24, 32, 40, 48, 56, 64
 SINGLE, SYNC = 1, 2
-COUNTER = 2  # word of a record
+COUNTER, STATUS = 2, 3  # words of a record: items taken so far, address of the status words
+BAD_INDEX, RAISED = 1, 2  # what a status word says
 
 
 @helper
@@ -63,7 +64,8 @@ def walk(ctl: Any, ith: Any) -> None:
     while i < n:
         flags = ldw(tape, i * 3 + 2)
         if ith == 0 or flags & SINGLE == 0:
-            call_kernel(ldw(tape, i * 3), ldw(tape, i * 3 + 1), ith, nth)
+            if call_kernel(ldw(tape, i * 3), ldw(tape, i * 3 + 1), ith, nth) != 0:
+                stw(ldw(ldw(tape, i * 3 + 1), STATUS), 0, RAISED)
         record = ldw(tape, i * 3 + 1)
         i += 1
         if nth == 1 or (ith == 0 and flags & SYNC == 0):

@@ -122,7 +122,8 @@ class Context:
             index = index[np.argsort(pos[index], kind="stable")]
             start = self.n_past(self._check_seq(s))
             if not np.array_equal(pos[index], np.arange(start, start + len(index))):
-                raise ParamError(f"decode_tokens: sequence {s} has {start} tokens; its positions must be {start} to {start + len(index) - 1}, found {pos[index].tolist()[:8]}")
+                raise ParamError(f"decode_tokens: sequence {s} has {start} tokens; its positions must be {start} to {start + len(index) - 1}, "
+                                 f"found {pos[index].tolist()[:8]}")
             made.append(Piece(s, ids[index], marks[index], index))
         found = self._process(made)
         return np.stack([found[i] for i in range(len(ids)) if marks[i]]) if marks.any() else np.zeros((0, self.model.n_vocab), np.float32)
@@ -163,16 +164,9 @@ class Context:
         n_kv = mem.n_kv() if mem.shape.has_attention else NO_KV
         planned = self._plan(n, len(ub.seqs), n_kv, max(len(wanted), 1))
         start = time.perf_counter()
-        inp, runner = planned.inp, planned.runner
-        runner.set(inp.tokens, ub.tokens.ravel().astype(np.int32))
-        if inp.rows is not None:
-            runner.set(inp.rows, np.asarray(ub.seqs, np.int32))
-        if inp.pos is not None:
-            runner.set(inp.pos, pos.astype(np.int32))
-            runner.set(inp.kv_idxs, np.concatenate([c for c, _ in placed]).astype(np.int64))
-            runner.set(inp.kq_mask, mem.mask(np.repeat(ub.seqs, n), pos, n_kv))
-        if inp.out_ids is not None:
-            runner.set(inp.out_ids, wanted.astype(np.int32) if len(wanted) else np.zeros(1, np.int32))
+        runner = planned.runner
+        for t in runner.plan.graph.inputs:
+            runner.set(t, self._input(t, planned.inp, ub, placed, pos, wanted))
         runner.run()
         if len(wanted):
             logits = runner.get(planned.logits).reshape(-1, self.model.n_vocab)
@@ -182,6 +176,20 @@ class Context:
             mem.n_past[s] += n
         self.timings.n_tokens += ub.tokens.size
         self.timings.run_seconds += time.perf_counter() - start
+
+    def _input(self, t: Tensor, inp: GraphInputs, ub: Ubatch, placed: list[tuple[np.ndarray, np.ndarray]], pos: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """The value of one of the graph's inputs for this ubatch."""
+        if t is inp.tokens:
+            return ub.tokens.ravel().astype(np.int32)
+        if t is inp.rows:
+            return np.asarray(ub.seqs, np.int32)
+        if t is inp.pos:
+            return pos.astype(np.int32)
+        if t is inp.kv_idxs:
+            return np.concatenate([cells for cells, _ in placed])
+        if t is inp.kq_mask:
+            return self.memory.mask(np.repeat(ub.seqs, ub.n_seq_tokens), pos, inp.n_kv)
+        return wanted.astype(np.int32) if len(wanted) else np.zeros(1, np.int32)
 
     def _plan(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> Planned:
         key = (n_seq_tokens, n_seqs, n_kv, n_outputs)
@@ -220,7 +228,8 @@ class Context:
 
     # -- text
 
-    def generate(self, ids: Sequence[int], n_predict: int = 64, sampler: Sampler | None = None, seq: int = 0, on_token: Callable[[int], None] | None = None) -> Iterator[str]:
+    def generate(self, ids: Sequence[int], n_predict: int = 64, sampler: Sampler | None = None, seq: int = 0,
+                 on_token: Callable[[int], None] | None = None) -> Iterator[str]:
         """Feed `ids`, then predict up to n_predict tokens; pieces of text as they come, never half a character. Stops
         early at an end-of-generation token or when the context is full. `on_token` sees each predicted id."""
         from pyggml.runtime.sampling import Sampler

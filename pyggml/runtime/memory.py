@@ -79,7 +79,7 @@ class Memory:
             return np.zeros(0, np.int64), pos
         cells = np.flatnonzero(self.cell_seq < 0)[:n]
         if len(cells) < n:
-            raise ContextError(f"the context is full: {n} more tokens of sequence {seq}, {len(cells)} of {self.n_ctx} cells are free; give a larger n_ctx or reset")
+            raise ContextError(f"the context is full: {n} more tokens of sequence {seq}, {len(cells)} of {self.n_ctx} cells are free")
         self.cell_seq[cells], self.cell_pos[cells] = seq, pos
         return cells, pos
 

@@ -11,15 +11,32 @@ import numpy as np
 import pyggml.ops.attention.defs  # noqa: F401 - a process that compiles imports this module alone, and kernels need their ops
 from pyggml.cpu.mathf import INF, exp
 from pyggml.cpu.simd import (
-    F0, Helper, Intrinsic, at, element, fma, fmax, helper, intrinsic, ld_f16, ld_f32, ld_f64, ld_i32, ld_i64, narrow, st_f32, st_f64, st_i32,
-    st_i64, to_bits, wide,
+    F0,
+    Helper,
+    at,
+    fma,
+    fmax,
+    helper,
+    intrinsic,
+    ld_f16,
+    ld_f32,
+    ld_f64,
+    ld_i32,
+    ld_i64,
+    narrow,
+    st_f32,
+    st_f64,
+    st_i32,
+    st_i64,
+    to_bits,
 )
+from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, shuffle
 from pyggml.dtypes import F16
+from pyggml.ops.reduce.cpu import row_sum
 from pyggml.registry import kernel
 from pyggml.tensor import Node, Tensor
 
 CHUNK = 4096  # elements a thread takes at a time, about
-LANES = 16
 
 
 def _rows_at_once(n: int) -> int:
@@ -73,40 +90,21 @@ def _load(t: Tensor | None) -> Helper:
 # -- SOFT_MAX -------------------------------------------------------------------------------------------------------------
 
 
-def _fold(name: str, wide: bool, first: float, join: Callable[[Any, Any, Any], Any]) -> Intrinsic:
-    """`name(p, n)`: n groups of LANES floats at p joined lane by lane, then the lanes in pairs: an order that depends on n
-    alone. `wide` joins in float64."""
+@intrinsic("f32(ptr, i64)")
+def max_lanes(b: Any, ir: Any, p: Any, n: Any) -> Any:
+    """The largest of n groups of LANES floats, NaN left out."""
 
-    def build(b: Any, ir: Any, p: Any, n: Any) -> Any:
-        i64, i32, f32 = ir.IntType(64), ir.IntType(32), ir.FloatType()
-        scalar = ir.DoubleType() if wide else f32
-        ty, loaded = ir.VectorType(scalar, LANES), ir.VectorType(f32, LANES)
-        entry = b.block
-        head, body, done = (b.append_basic_block(f"{name}.{part}") for part in ("head", "body", "done"))
-        b.branch(head)
-        b.position_at_end(head)
-        i, acc = b.phi(i64), b.phi(ty)
-        i.add_incoming(i64(0), entry)
-        acc.add_incoming(ir.Constant(ty, [first] * LANES), entry)
-        b.cbranch(b.icmp_signed("<", i, n), body, done)
-        b.position_at_end(body)
-        v = b.load(element(b, ir, p, i, loaded), align=4)
-        acc.add_incoming(join(b, acc, b.fpext(v, ty) if wide else v), body)
-        i.add_incoming(b.add(i, i64(1)), body)
-        b.branch(head)
-        b.position_at_end(done)
-        lanes = acc
-        for k in (8, 4, 2, 1):
-            order = ir.Constant(ir.VectorType(i32, LANES), [(c + k) % LANES for c in range(LANES)])
-            lanes = join(b, lanes, b.shuffle_vector(lanes, lanes, order))
-        return b.extract_element(lanes, i32(0))
+    def larger(v: Any, top: Any) -> Any:
+        return b.select(b.fcmp_ordered(">", v, top), v, top)
 
-    build.__name__ = name
-    return Intrinsic(f"{'f64' if wide else 'f32'}(ptr, i64)", build)
+    def turn(i: Any, carried: list[Any]) -> list[Any]:
+        group = b.gep(p, [b.mul(i, ir.IntType(64)(4 * LANES))])
+        return [larger(load_floats(b, ir, group), carried[0])]
 
-
-max_lanes = _fold("max_lanes", False, -math.inf, lambda b, acc, v: b.select(b.fcmp_ordered(">", v, acc), v, acc))
-sum_lanes = _fold("sum_lanes", True, 0.0, lambda b, acc, v: b.fadd(acc, v))
+    (top,) = loop(b, ir, n, [float_constant(ir, -math.inf)], turn)
+    for k in (8, 4, 2, 1):
+        top = larger(shuffle(b, ir, top, top, [(i + k) % LANES for i in range(LANES)]), top)
+    return b.extract_element(top, ir.IntType(32)(0))
 
 
 @helper
@@ -116,15 +114,6 @@ def row_max(p: Any, n: Any) -> Any:
     for i in range(n // LANES * LANES, n):
         m = fmax(ld_f32(p, i), m)
     return m
-
-
-@helper
-def row_sum(p: Any, n: Any) -> Any:
-    """The sum of n floats, in float64."""
-    s = sum_lanes(p, n // LANES)
-    for i in range(n // LANES * LANES, n):
-        s += wide(ld_f32(p, i))
-    return s
 
 
 @helper
@@ -140,6 +129,7 @@ def no_row(mask: Any, i1: Any, i2: Any, i3: Any) -> Any:
 
 
 MASK_ROW = mask_row
+LEAST = np.float32(-87.3)  # e^x below is taken as 0: subnormal numbers would make masked elements cost ten times as much
 
 
 def _soft_max_loads(node: Node) -> dict[str, Any]:
@@ -160,11 +150,14 @@ def soft_max(out: Any, x: Any, mask: Any, scale: Any, i0: Any, i1: Any) -> None:
         a = at(x.p, j1 * x.nb1 + j2 * x.nb2 + j3 * x.nb3)
         m = MASK_ROW(mask, j1, j2, j3)
         for i in range(n):
-            st_f32(d, i, fma(X(a, i, x.nb0), s, MASK(m, i, mask.nb0)))
+            bias = MASK(m, i, mask.nb0)
+            st_f32(d, i, bias if bias == -INF else fma(X(a, i, x.nb0), s, bias))
         top = row_max(d, n)
         top = F0 if top == -INF else top  # so that -inf - -inf does not make NaN of a row that is masked throughout
         for i in range(n):
-            st_f32(d, i, exp(ld_f32(d, i) - top))
+            v = ld_f32(d, i) - top
+            e = exp(LEAST if v < LEAST else v)
+            st_f32(d, i, F0 if v < LEAST else e)
         total = row_sum(d, n)
         inv = F0 if total == 0.0 else narrow(1.0 / total)
         for i in range(n):

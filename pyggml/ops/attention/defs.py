@@ -20,8 +20,8 @@ def soft_max(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Sp
     """softmax(x * scale + mask) over dim 0.
 
     x: f32 [n_kv, n, c2, c3]; mask: f32 or f16 [n_kv, m >= n, b2, b3], where b2 divides c2 and b3 divides c3, repeated over
-    them. A row that is all -inf gives zeros (ggml gives NaN, which one dead row would spread over a whole batch); NaN stays
-    NaN. Source: ggml_soft_max_ext, without its ALiBi slopes.
+    them. Where the mask is -inf the result is 0, whatever x holds there. A row that is -inf throughout gives zeros (ggml gives
+    NaN); any other NaN in x makes its row NaN. Source: ggml_soft_max_ext, without its ALiBi slopes.
 
     >>> import numpy as np, pyggml as pg
     >>> x = pg.tensor(np.zeros((1, 2), np.float32))
@@ -43,7 +43,8 @@ def _soft_max(x: np.ndarray, mask: np.ndarray | None, *, scale: float) -> np.nda
     v = x * scale
     if mask is not None:
         m = mask[:, :, : x.shape[2]]
-        v = v + np.tile(m, (x.shape[0] // m.shape[0], x.shape[1] // m.shape[1], 1, 1))
+        m = np.tile(m, (x.shape[0] // m.shape[0], x.shape[1] // m.shape[1], 1, 1))
+        v = np.where(m == -np.inf, m, v + m)
     top = v.max(axis=-1, keepdims=True)
     e = np.exp(v - np.where(top == -np.inf, 0.0, top))
     total = e.sum(axis=-1, keepdims=True)

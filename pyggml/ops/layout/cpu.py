@@ -14,6 +14,7 @@ import pyggml.ops.layout.defs  # noqa: F401 - a process that compiles imports th
 from pyggml.cpu.simd import LOAD as LOADS
 from pyggml.cpu.simd import STORE as STORES
 from pyggml.cpu.simd import Helper, Intrinsic, at, copy_bytes, element, helper, ld_i32, narrow, st_f32, st_i32, stw, zero_bytes
+from pyggml.cpu.vector import load, shuffle
 from pyggml.dtypes import DType
 from pyggml.quants.cpu import DEQUANT_ROW
 from pyggml.registry import kernel
@@ -30,16 +31,15 @@ SIZE, LOAD, STORE = 4, ld_i32, st_i32
 
 def _transpose8(bits: int) -> Intrinsic:
     def build(b: Any, ir: Any, d: Any, dnb: Any, s: Any, snb: Any) -> None:
-        ty, i32, i64 = ir.VectorType(ir.IntType(bits), 8), ir.IntType(32), ir.IntType(64)
-        rows = [b.load(element(b, ir, b.gep(s, [b.mul(snb, i64(r))]), i64(0), ty), align=bits // 8) for r in range(8)]
+        i64, ty = ir.IntType(64), ir.IntType(bits)
+        rows = [load(b, ir, b.gep(s, [b.mul(snb, i64(r))]), ty, 8, bits // 8) for r in range(8)]
         for k in (1, 2, 4):  # exchange the off-diagonal k x k blocks of each 2k x 2k block
-            upper = ir.Constant(ir.VectorType(i32, 8), [8 + c - k if c & k else c for c in range(8)])
-            lower = ir.Constant(ir.VectorType(i32, 8), [8 + c if c & k else c + k for c in range(8)])
             for r in (r for r in range(8) if not r & k):
                 x, y = rows[r], rows[r + k]
-                rows[r], rows[r + k] = b.shuffle_vector(x, y, upper), b.shuffle_vector(x, y, lower)
+                rows[r] = shuffle(b, ir, x, y, [8 + c - k if c & k else c for c in range(8)])
+                rows[r + k] = shuffle(b, ir, x, y, [8 + c if c & k else c + k for c in range(8)])
         for r in range(8):
-            b.store(rows[r], element(b, ir, b.gep(d, [b.mul(dnb, i64(r))]), i64(0), ty), align=bits // 8)
+            b.store(rows[r], element(b, ir, b.gep(d, [b.mul(dnb, i64(r))]), i64(0), rows[r].type), align=bits // 8)
 
     build.__name__ = f"transpose8_i{bits}"
     return Intrinsic("void(ptr, i64, ptr, i64)", build)

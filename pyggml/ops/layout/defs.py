@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from pyggml.cases import Case, Leaf, case, f16, f32, i32, leaf, perf
-from pyggml.dtypes import BF16, F16, F32, F64, I32, I64, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType
+from pyggml.dtypes import BF16, F16, F32, F64, I32, I64, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
 from pyggml.errors import DTypeError, KernelError, ParamError
-from pyggml.registry import Cost, Pointwise, Spec, default_bytes, like, op, out, require, require_type
-from pyggml.tensor import Node, Shape, Tensor, contiguous_nb, shape4
+from pyggml.registry import Cost, Pointwise, Spec, like, op, out, require, require_type
+from pyggml.tensor import Node, Tensor, contiguous_nb, shape4
 
 ROW_TYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K)
 """Types whose rows GET_ROWS turns into f32."""
@@ -226,7 +226,8 @@ def concat(a: Tensor, b: Tensor, dim: int = 0) -> Spec:
     require(dim in (0, 1, 2, 3), "CONCAT", f"dim is {dim!r}; legal: 0 to 3")
     _require_plain("CONCAT", "a", a)
     require_type("CONCAT", "b", b, a.dtype)
-    require(all(a.ne[i] == b.ne[i] for i in range(4) if i != dim), "CONCAT", f"a has ne {list(a.ne)}, b has ne {list(b.ne)}; they must agree in all dims but {dim}")
+    require(all(a.ne[i] == b.ne[i] for i in range(4) if i != dim), "CONCAT",
+            f"a has ne {list(a.ne)}, b has ne {list(b.ne)}; they must agree in all dims but {dim}")
     return out(a.dtype, *(n + (b.ne[i] if i == dim else 0) for i, n in enumerate(a.ne)))
 
 

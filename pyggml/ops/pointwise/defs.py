@@ -26,7 +26,7 @@ from pyggml.cases import Case, Fill, case, leaf, perf, uniform
 from pyggml.dtypes import BF16, F16, F32, F64, I32, DType, dtype
 from pyggml.errors import DTypeError, ParamError, ShapeError
 from pyggml.registry import Cost, OpDef, Pointwise, Spec, default_bytes, like, op, out, require, require_type
-from pyggml.tensor import Node, Tensor
+from pyggml.tensor import Tensor
 
 SINGLE = (F32, F16, BF16)
 FLOATS = (F32, F16, BF16, F64)
@@ -49,6 +49,10 @@ def _spread(a: Array, b: Array) -> tuple[Array, Array]:
     """Both arrays with b repeated in the dims where its size divides a's; size 1 is left to NumPy."""
     reps = [na // nb if nb > 1 and na > nb else 1 for na, nb in zip(a.shape, b.shape, strict=True)]
     return a, np.tile(b, reps)
+
+
+def _names(types: tuple[DType, ...]) -> str:
+    return ", ".join(t.name for t in types)
 
 
 def _limit(dt: DType) -> float:
@@ -77,15 +81,14 @@ def _unary(name: str, expr: str, ref: Callable[..., Array], doc: str, *, flops: 
         require_type(name, "a", a, *types)
         return like(a)
 
-    text = f"{doc}\n\na: {', '.join(t.name for t in types)}, any ne and strides. Out: like a, contiguous. DTypeError for other types. Source: ggml_{name.lower()}."
+    text = f"{doc}\n\na: {_names(types)}, any ne and strides. Out: like a. DTypeError for other types. Source: ggml_{name.lower()}."
     return _define(name, "a", rule, Pointwise(expr), ref, text, flops, lambda: _unary_cases(uniform(lo, hi)))
 
 
 def _unary_cases(fill: Fill, **attrs: Any) -> Iterator[Case]:
     yield case(leaf(F32, (128, 2, 2, 2), fill), **attrs)
     yield case(leaf(F32, (5, 7, 11, 13), fill), **attrs)
-    yield case(leaf(F32, (7, 33, 2, 3), fill, perm=(1, 0, 3, 2)), note="permuted", **attrs)
-    yield case(leaf(F16, (5, 7, 11, 13), fill), limit=LIMIT_F16, **attrs)
+    yield case(leaf(F16, (7, 33, 2, 3), fill, perm=(1, 0, 3, 2)), limit=LIMIT_F16, note="permuted", **attrs)
     yield case(leaf(BF16, (33, 7, 2), fill, gap=3), limit=LIMIT_BF16, note="rows with gaps", **attrs)
     yield perf(leaf(F32, (2048, 512), fill), note="granite-4.0-h-350m ffn", **attrs)
 
@@ -96,7 +99,7 @@ def _sigmoid(a: Array) -> Array:
 
 
 def _times_sigmoid(a: Array, x: Array) -> Array:
-    return np.where(a == -np.inf, 0.0, a * _sigmoid(x))
+    return np.asarray(np.where(a == -np.inf, 0.0, a * _sigmoid(x)))
 
 
 def _silu(a: Array) -> Array:
@@ -105,6 +108,10 @@ def _silu(a: Array) -> Array:
 
 def _gelu(a: Array) -> Array:
     return _times_sigmoid(a, np.sqrt(8 / np.pi) * a * (1 + 0.044715 * np.square(a)))
+
+
+def _softplus(a: Array) -> Array:
+    return np.where(a > 20, a, np.log1p(np.exp(np.minimum(a, 20))))
 
 
 def _relu(a: Array) -> Array:
@@ -119,13 +126,13 @@ log = _unary("LOG", "log(a)", np.log, "Natural logarithm; -inf at 0, NaN below."
 neg = _unary("NEG", "-a", np.negative, "-a.", types=FLOATS)
 abs = _unary("ABS", "abs(a)", np.abs, "Absolute value.", types=FLOATS)
 sgn = _unary("SGN", "1 if a > 0 else -1 if a < 0 else 0", lambda a: np.nan_to_num(np.sign(a)), "1, 0 or -1 by the sign of a; 0 for NaN.", types=FLOATS)
-step = _unary("STEP", "1 if a > 0 else 0", lambda a: np.where(a > 0, 1.0, 0.0), "1 where a > 0, else (also for NaN) 0.", types=FLOATS)
+step = _unary("STEP", "1 if a > 0 else 0", lambda a: np.heaviside(np.nan_to_num(a), 0.0), "1 where a > 0, else (also for NaN) 0.", types=FLOATS)
 relu = _unary("RELU", "0 if a < 0 else a", _relu, "a where it is not negative, else 0.", types=FLOATS)
 sigmoid = _unary("SIGMOID", "sigmoid(a)", _sigmoid, "1 / (1 + e^-a).", flops=12)
 silu = _unary("SILU", "silu(a)", _silu, "a sigmoid(a); 0 at -inf.", flops=12)
 tanh = _unary("TANH", "tanh(a)", np.tanh, "Hyperbolic tangent.", flops=20)
 gelu = _unary("GELU", "gelu(a)", _gelu, "The tanh form of GELU: a (1 + tanh(sqrt(2/pi) (a + 0.044715 a³))) / 2; 0 at -inf.", flops=16)
-softplus = _unary("SOFTPLUS", "softplus(a)", lambda a: np.where(a > 20, a, np.log1p(np.exp(np.minimum(a, 20)))), lo=-25.0, hi=25.0, flops=24,
+softplus = _unary("SOFTPLUS", "softplus(a)", _softplus, lo=-25.0, hi=25.0, flops=24,
                   doc="log(1 + e^a); a itself above 20. Below, log1p keeps small results: 2.06e-9 at -20, where ggml's log(1 + e^a) is 0.")
 
 
@@ -158,7 +165,7 @@ clamp = _define("CLAMP", "a", _clamp_rule, Pointwise("lo if a < lo else hi if a 
 
 def _cast_rule(a: Tensor, type: str | DType) -> Spec:
     require_type("CAST", "a", a, *CASTS)
-    require(dtype(type) in CASTS, "CAST", f"type {dtype(type).name}; legal: {', '.join(t.name for t in CASTS)}", DTypeError)
+    require(dtype(type) in CASTS, "CAST", f"type {dtype(type).name}; legal: {_names(CASTS)}", DTypeError)
     return like(a, dtype(type))
 
 
@@ -169,10 +176,12 @@ def _cast(a: Array, type: str | DType) -> Array:
 
 
 def _cast_cases() -> Iterator[Case]:
-    for src in CASTS:
-        for dst in CASTS:
-            fill = _whole if src is I32 else uniform(-1000.0, 1000.0)
-            yield case(leaf(src, (33, 5, 2), fill, gap=0 if src is dst else 3), type=dst.name, limit=_limit(dst))
+    pairs = ((F32, F16), (F32, BF16), (F32, F64), (F32, I32), (F16, F32), (BF16, F32), (F64, F32), (I32, F32), (F64, I32), (I32, F16), (BF16, F16), (F16, I32))
+    for src, dst in pairs:
+        fill = _whole if src is I32 else uniform(-1000.0, 1000.0)
+        yield case(leaf(src, (33, 5, 2), fill), type=dst.name, limit=_limit(dst))
+    yield case(leaf(F32, (33, 5, 2), uniform(-1000.0, 1000.0), perm=(1, 0)), type="f16", limit=LIMIT_F16, note="permuted")
+    yield case(leaf(I32, (33, 5, 2), _whole, gap=3), type="i32", note="rows with gaps")
     yield perf(leaf(F32, (2048, 512)), type="bf16", note="granite-4.0-h-350m ffn")
 
 
@@ -187,43 +196,58 @@ cast = _define("CAST", "a", _cast_rule, Pointwise("a"), _cast, flops=0, cases=_c
 
 # -- two inputs -----------------------------------------------------------------------------------------------------------
 
-def _binary(name: str, expr: str, ref: Callable[[Array, Array], Array], doc: str, lo: float = -1.0) -> OpDef:
+def _binary_cases(fill: Fill) -> Iterator[Case]:
+    a = (10, 5, 4, 3)
+    yield case(leaf(F32, (128, 2, 2, 2)), leaf(F32, (128, 2, 2, 2), fill))
+    for b in ((10,), (1, 5), (1, 1, 4, 3)):
+        yield case(leaf(F32, a), leaf(F32, b, fill))
+    yield case(leaf(F32, (1, 5)), leaf(F32, (10, 1, 4), fill), note="broadcast both ways")
+    yield case(leaf(F32, a), leaf(F32, (4, 10, 5), fill, perm=(2, 0, 1)), note="permuted")
+    yield case(leaf(F32, a, gap=6), leaf(F32, (10, 5), fill), note="rows with gaps")
+    yield case(leaf(F16, a), leaf(F16, a, fill), limit=LIMIT_F16)
+    yield case(leaf(BF16, a), leaf(F32, (10,), fill), limit=LIMIT_BF16)
+    yield perf(leaf(F32, (1536, 512)), leaf(F32, (1536, 512), fill), note="granite-4.0-h-1b residual")
+    yield perf(leaf(F32, (1536, 512)), leaf(F32, (1536,), fill), note="granite-4.0-h-1b norm weight")
+    yield perf(leaf(F32, (256 * 256, 48, 1, 2)), leaf(F32, (256 * 256, 1, 1, 2), fill), note="granite-4.0-h-1b decay mask")
+
+
+def _layout_cases(fill: Fill) -> Iterator[Case]:
+    """Layouts and types that the generator treats alike for every op: the cases of ADD only."""
+    yield from _binary_cases(fill)
+    a = (10, 5, 4, 3)
+    for b in ((1, 1, 1, 3), (1,), (10, 5), (5,), (2, 5, 2, 3), (1, 1, 2)):
+        yield case(leaf(F32, a), leaf(F32, b, fill))
+    yield case(leaf(F32, (5, 10, 3, 4), perm=(1, 0, 3, 2)), leaf(F32, (5, 10, 3, 4), fill, perm=(1, 0, 3, 2)), note="permuted alike")
+    yield case(leaf(F32, a, gap=6), leaf(F32, (5, 2), fill, perm=(1, 0)), note="strided and repeated")
+    yield case(leaf(F16, a), leaf(F32, a, fill), limit=LIMIT_F16)
+    yield case(leaf(F32, a), leaf(BF16, a, fill), type="bf16", limit=LIMIT_BF16)
+    yield case(leaf(F64, a), leaf(F32, a, fill), limit=1e-28, note="f64")
+
+
+def _decay_cases(fill: Fill) -> Iterator[Case]:
+    yield from _binary_cases(fill)
+    yield case(leaf(F64, (1, 16, 3)), leaf(F64, (16, 1, 3), fill), type="f32", note="exponents of a chunk's decay")
+
+
+def _binary(name: str, expr: str, ref: Callable[[Array, Array], Array], doc: str, *, lo: float = -1.0,
+            cases: Callable[[Fill], Iterator[Case]] = _binary_cases) -> OpDef:
     """An op on pairs of elements. `lo` bounds b in the cases (a divisor must not be near 0)."""
 
     def rule(a: Tensor, b: Tensor, *, type: str | DType | None = None) -> Spec:
         require_type(name, "a", a, *FLOATS)
         require_type(name, "b", b, *FLOATS)
         dt = a.dtype if type is None else dtype(type)
-        require(dt in FLOATS, name, f"type {dt.name}; legal: {', '.join(t.name for t in FLOATS)}", DTypeError)
+        require(dt in FLOATS, name, f"type {dt.name}; legal: {_names(FLOATS)}", DTypeError)
         return out(dt, *broadcast(name, a, b))
 
-    text = (f"{doc}\n\na, b: f32, f16, bf16, f64, any strides; per dim equal, or one is 1, or b's divides a's (b repeats). Out: the larger dims, of a's type\n"
-            f"unless `type` says another; where any of the three is f64, computed in f64. ShapeError, DTypeError. Source: ggml_{name.lower()}.")
-    return _define(name, "a b", rule, Pointwise(expr), lambda a, b, type: ref(*_spread(a, b)), text, 1, lambda: _binary_cases(uniform(lo, 2.0)))
+    text = (f"{doc}\n\na, b: f32, f16, bf16, f64, any strides; per dim equal, or one is 1, or b's divides a's (b repeats). Out: the larger\n"
+            "dims, of a's type unless `type` says another; where any of the three is f64, computed in f64. ShapeError, DTypeError.\n"
+            f"Source: ggml_{name.lower()}.")
+    return _define(name, "a b", rule, Pointwise(expr), lambda a, b, type: ref(*_spread(a, b)), text, 1, lambda: cases(uniform(lo, 2.0)))
 
 
-def _binary_cases(fill: Fill) -> Iterator[Case]:
-    a = (10, 5, 4, 3)
-    yield case(leaf(F32, (128, 2, 2, 2)), leaf(F32, (128, 2, 2, 2), fill))
-    for b in ((10, 5, 4, 3), (10,), (1, 5), (1, 1, 4, 3), (1, 1, 1, 3), (1,), (10, 5), (5,), (2, 5, 2, 3), (1, 1, 2)):
-        yield case(leaf(F32, a), leaf(F32, b, fill))
-    yield case(leaf(F32, (1, 5)), leaf(F32, (10, 1, 4), fill), note="broadcast both ways")
-    yield case(leaf(F32, (5, 10, 3, 4), perm=(1, 0, 3, 2)), leaf(F32, (5, 10, 3, 4), fill, perm=(1, 0, 3, 2)), note="permuted alike")
-    yield case(leaf(F32, a), leaf(F32, (4, 10, 5), fill, perm=(2, 0, 1)), note="permuted")
-    yield case(leaf(F32, a, gap=6), leaf(F32, (5, 2), fill, perm=(1, 0)), note="strided and repeated")
-    yield case(leaf(F16, a), leaf(F16, a, fill), limit=LIMIT_F16)
-    yield case(leaf(F16, a), leaf(F32, a, fill), limit=LIMIT_F16)
-    yield case(leaf(BF16, a), leaf(F32, (10,), fill), limit=LIMIT_BF16)
-    yield case(leaf(F32, a), leaf(BF16, a, fill), type="f32")
-    yield case(leaf(F64, (1, 16, 3)), leaf(F64, (16, 1, 3), fill), type="f32", note="decays of a chunk")
-    yield case(leaf(F64, a), leaf(F32, a, fill), limit=1e-28, note="f64")
-    yield perf(leaf(F32, (1536, 512)), leaf(F32, (1536, 512), fill), note="granite-4.0-h-1b residual")
-    yield perf(leaf(F32, (1536, 512)), leaf(F32, (1536,), fill), note="granite-4.0-h-1b norm weight")
-    yield perf(leaf(F32, (256 * 256, 48, 1, 2)), leaf(F32, (256 * 256, 1, 1, 2), fill), note="granite-4.0-h-1b decay mask")
-
-
-add = _binary("ADD", "a + b", np.add, "a + b.")
-sub = _binary("SUB", "a - b", np.subtract, "a - b.")
+add = _binary("ADD", "a + b", np.add, "a + b.", cases=_layout_cases)
+sub = _binary("SUB", "a - b", np.subtract, "a - b.", cases=_decay_cases)
 mul = _binary("MUL", "a * b", np.multiply, "a b.")
 div = _binary("DIV", "a / b", np.divide, "a / b.", lo=0.5)
 
@@ -243,8 +267,8 @@ def _glu(name: str, expr: str, act: Callable[[Array], Array], doc: str, flops: i
         gate, up = np.split(a, 2, axis=-1)
         return act(up) * gate if swapped else act(gate) * up
 
-    text = (f"{doc} of the two halves of each row; `swapped` exchanges them.\n\na: f32, f16, bf16, ne0 even, any strides. Out: ne0 halved. ShapeError, DTypeError. "
-            f"Source: ggml_{name.lower()}.")
+    text = (f"{doc} of the two halves of each row; `swapped` exchanges them.\n\na: f32, f16, bf16, ne0 even, any strides. Out: ne0 halved.\n"
+            f"ShapeError, DTypeError. Source: ggml_{name.lower()}.")
     return _define(name, "a", rule, Pointwise(expr, halves=True), ref, text, flops, _glu_cases)
 
 

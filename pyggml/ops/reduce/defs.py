@@ -1,4 +1,4 @@
-"""Reductions along a dim: CUMSUM, SUM_ROWS, MEAN."""
+"""Reductions along a dim: CUMSUM, SUM_ROWS, MEAN. All accumulate in float64, in an order that only the shape decides."""
 
 from __future__ import annotations
 
@@ -7,41 +7,114 @@ from collections.abc import Iterator
 import numpy as np
 
 from pyggml.cases import Case, case, f32, perf
-from pyggml.dtypes import F32, F64, dtype
-from pyggml.registry import Spec, like, op, out, require, require_type
-from pyggml.tensor import Tensor
+from pyggml.dtypes import F32, dtype
+from pyggml.errors import DTypeError, ParamError
+from pyggml.registry import Cost, Spec, default_bytes, like, op, out, require, require_type
+from pyggml.tensor import Node, Tensor
 
 
-@op("CUMSUM", inputs="x", limit=1e-12)
+@op("CUMSUM", inputs="x", limit=1e-13)
 def cumsum(x: Tensor, *, dim: int = 0, exclusive: bool = False, type: str = "f32") -> Spec:
-    """Running sum along `dim`, accumulated in float64; `exclusive` starts with 0. `type` f64 keeps the sums unrounded.
+    """Running sum along `dim`, accumulated in float64; `exclusive` starts with 0 and leaves the last element out. `type` f64
+    keeps the sums unrounded, so that differences of neighbours in a long sum stay exact.
 
-    x: f32, any ne and strides. Out: like x. Source: ggml_cumsum (dim 0, inclusive), with the dim of llama.cpp PR 16982.
+    x: f32, any ne and strides. Out: x's dims. DTypeError, ParamError. Source: ggml_cumsum (dim 0, inclusive), with the dim of
+    llama.cpp PR 16982.
 
-    >>> import numpy as np, pyggml as pg
-    >>> pg.compute(pg.cumsum(pg.tensor(np.ones((2, 3), np.float32))), {}, backend="reference")
+    >>> import numpy as np
+    >>> import pyggml as pg
+    >>> pg.compute(pg.cumsum(pg.tensor(np.ones((2, 3), np.float32))), backend="reference")
     array([[1., 2., 3.],
            [1., 2., 3.]])
     """
     require_type("CUMSUM", "x", x, F32)
-    require(dim in (0, 1, 2, 3), "CUMSUM", f"dim {dim!r}; legal: 0 to 3")
-    require(type in ("f32", "f64"), "CUMSUM", f"type {type!r}; legal: f32, f64")
+    require(dim in (0, 1, 2, 3), "CUMSUM", f"dim {dim!r}; legal: 0 to 3", ParamError)
+    require(dtype(type).name in ("f32", "f64"), "CUMSUM", f"type {dtype(type).name}; legal: f32, f64", DTypeError)
     return like(x, dtype(type))
 
 
 @cumsum.reference
 def _cumsum(x: np.ndarray, *, dim: int, exclusive: bool, type: str) -> np.ndarray:
     sums = np.cumsum(x, axis=-1 - dim)
-    return sums - x if exclusive else sums
+    if not exclusive:
+        return sums
+    first = np.zeros_like(np.take(x, [0], axis=-1 - dim))
+    return np.concatenate([first, np.take(sums, range(x.shape[-1 - dim] - 1), axis=-1 - dim)], axis=-1 - dim)
 
 
 @cumsum.cases
 def _cumsum_cases() -> Iterator[Case]:
-    for n in (1, 31, 32, 33, 127, 128, 255, 256, 257, 1023, 2049):
-        yield case(f32(n, 5, 4, 3))
+    for n in (1, 31, 32, 33, 127, 128, 255, 256, 257, 1023, 2049, 20481):
+        yield case(f32(n, 5, 4, 3) if n < 20481 else f32(n, 4))
     for dim in (0, 1, 2, 3):
         yield case(f32(10, 5, 4, 3), dim=dim)
         yield case(f32(10, 5, 4, 3), dim=dim, exclusive=True)
+    yield case(f32(130, 9, 2), dim=1, note="columns in three blocks")
+    yield case(f32(1, 300, 2), dim=1)
     yield case(f32(5, 128, perm=(1, 0)), note="strided")
+    yield case(f32(128, 5, perm=(1, 0)), dim=1, exclusive=True, note="strided")
     yield case(f32(48, 256, 2), dim=1, type="f64", note="granite-4.0-h decay sums")
+    yield case(f32(256, 48, 2, gap=7), exclusive=True, type="f64", note="rows with gaps")
     yield perf(f32(2048, 16, 5, 4))
+    yield perf(f32(48, 256, 2), dim=1, type="f64", note="granite-4.0-h decay sums")
+
+
+@op("SUM_ROWS", inputs="x", limit=1e-13)
+def sum_rows(x: Tensor) -> Spec:
+    """Sum of each row (dim 0), accumulated in float64.
+
+    x: f32, any ne and strides. Out: [1, ne1, ne2, ne3]. DTypeError. Source: ggml_sum_rows.
+
+    >>> import numpy as np
+    >>> import pyggml as pg
+    >>> pg.compute(pg.sum_rows(pg.tensor(np.ones((2, 3), np.float32))), backend="reference")
+    array([[3.],
+           [3.]])
+    """
+    require_type("SUM_ROWS", "x", x, F32)
+    return out(F32, 1, *x.ne[1:])
+
+
+@sum_rows.reference
+def _sum_rows(x: np.ndarray) -> np.ndarray:
+    return np.sum(x, axis=-1, keepdims=True)
+
+
+@op("MEAN", inputs="x", limit=1e-13)
+def mean(x: Tensor) -> Spec:
+    """Mean of each row (dim 0), accumulated in float64.
+
+    x: f32, any ne and strides. Out: [1, ne1, ne2, ne3]. DTypeError. Source: ggml_mean.
+
+    >>> import numpy as np
+    >>> import pyggml as pg
+    >>> pg.compute(pg.mean(pg.tensor(np.array([1.0, 2.0, 6.0], np.float32))), backend="reference")
+    array([3.])
+    """
+    require_type("MEAN", "x", x, F32)
+    return out(F32, 1, *x.ne[1:])
+
+
+@mean.reference
+def _mean(x: np.ndarray) -> np.ndarray:
+    return np.mean(x, axis=-1, keepdims=True)
+
+
+def _input_flops(node: Node) -> Cost:
+    x = node.src[0]
+    assert x is not None
+    return Cost(x.n_elements, default_bytes(node))
+
+
+def _row_cases() -> Iterator[Case]:
+    for n in (1, 10, 15, 16, 33, 255, 1025):
+        yield case(f32(n, 5, 4, 3))
+    yield case(f32(4, 7, 3, perm=(1, 0, 2)), note="strided")
+    yield case(f32(64, 5, 3, gap=9), note="rows with gaps")
+    yield case(f32(100352, 2), note="granite-4.0-h logits")
+    yield perf(f32(100352, 64), note="granite-4.0-h logits")
+
+
+for _d in (sum_rows, mean):
+    _d.cost(_input_flops)
+    _d.cases(_row_cases)

@@ -1,8 +1,8 @@
 """CPU kernels of the state-space ops.
 
 SSM_CONV: an item is a block of channels and times. Where time is innermost in sx, each channel's outputs are computed
-along time into scratch and turned to channel order 16 x 16; elsewhere the loop runs over channels. Sums run over the
-window in order either way, so both give the same bits.
+along time into scratch and turned to channel order 16 x 16; for few tokens and elsewhere the loop runs over channels. Sums
+run over the window in order either way, so both give the same bits.
 
 SSM_SCAN: an item is one head of one sequence. Its state stays in cache in the output's own memory while the loop runs
 over the tokens; every token costs one pass over it, in vectors along d_state. A token's result does not depend on
@@ -22,7 +22,8 @@ from pyggml.tensor import Node
 
 CHANNELS, TIMES = 64, 64  # of an SSM_CONV item
 TIME_ROW = (TIMES + 16) * 4  # bytes of a channel's times in scratch: no power of two, whose rows would share cache sets
-D_STATE = 16  # bound
+TOKENS = 16  # of a block of SSM_SCAN
+D_STATE, HEAD_DIM, IN_PLACE = 16, 16, True  # bound to the node's
 
 
 # -- SSM_CONV -------------------------------------------------------------------------------------------------------------
@@ -65,30 +66,33 @@ def load_x(_p: Any, _i: Any, _nb: Any) -> Any:
     """Channel i of a time of sx; bound to near or far."""
 
 
-@kernel("SSM_CONV", "cpu", items=_conv_items, chunk=_conv_chunk, bind=_conv_binds)
-def ssm_conv_channels(out: Any, sx: Any, c: Any, i0: Any, i1: Any) -> None:
-    """Any strides: for each time, loops over the block's channels."""
+@kernel("SSM_CONV", "cpu", items=_conv_items, chunk=_conv_chunk, bind=_conv_binds, scratch=lambda n: 4 * CHANNELS * n.src[1].ne[0])
+def ssm_conv_channels(out: Any, sx: Any, c: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Any strides: for each time, loops over the block's channels, whose weights stand in scratch, a row per k."""
     n_cb, n_tb, n_tok = (out.ne0 + CHANNELS - 1) // CHANNELS, (out.ne1 + TIMES - 1) // TIMES, sx.ne0 - c.ne0 + 1
     for item in range(i0, i1):
         seq, rest = item // (n_cb * n_tb), item % (n_cb * n_tb)
         t0, ch = rest // n_cb * TIMES, rest % n_cb * CHANNELS
         n_ch = min(CHANNELS, out.ne0 - ch)
+        for k in range(c.ne0):
+            for i in range(n_ch):
+                st_f32(scratch, k * CHANNELS + i, load_c(at(c.p, k * c.nb0 + (ch + i) * c.nb1), 0))
         for t in range(t0, min(t0 + TIMES, out.ne1)):
             o = at(out.p, ch * 4 + t * out.nb1 + seq * out.nb2)
             if t >= n_tok:
                 zero_bytes(o, n_ch * 4)
                 continue
             for k in range(c.ne0):
-                w, x = at(c.p, k * c.nb0 + ch * c.nb1), at(sx.p, (t + k) * sx.nb0 + ch * sx.nb1 + seq * sx.nb2)
+                w, x = at(scratch, k * CHANNELS * 4), at(sx.p, (t + k) * sx.nb0 + ch * sx.nb1 + seq * sx.nb2)
                 if k == 0:
                     for i in range(n_ch):
-                        st_f32(o, i, load_x(x, i, sx.nb1) * load_c(at(w, i * c.nb1), 0))
+                        st_f32(o, i, load_x(x, i, sx.nb1) * ld_f32(w, i))
                 else:
                     for i in range(n_ch):
-                        st_f32(o, i, ld_f32(o, i) + load_x(x, i, sx.nb1) * load_c(at(w, i * c.nb1), 0))
+                        st_f32(o, i, ld_f32(o, i) + load_x(x, i, sx.nb1) * ld_f32(w, i))
 
 
-def _time_innermost(node: Node) -> str | None:
+def _many_times(node: Node) -> str | None:
     sx, c = node.src
     assert sx is not None and c is not None
     if sx.nb[0] != 4:
@@ -96,7 +100,7 @@ def _time_innermost(node: Node) -> str | None:
     return None if sx.ne[0] - c.ne[0] + 1 >= LANES else f"fewer than {LANES} tokens"
 
 
-@kernel("SSM_CONV", "cpu", when=_time_innermost, items=_conv_items, chunk=_conv_chunk, bind=_conv_binds, scratch=lambda _: CHANNELS * TIME_ROW)
+@kernel("SSM_CONV", "cpu", when=_many_times, items=_conv_items, chunk=_conv_chunk, bind=_conv_binds, scratch=lambda _: CHANNELS * TIME_ROW)
 def ssm_conv_times(out: Any, sx: Any, c: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Time innermost in sx: along time into scratch, then turned."""
     n_cb, n_tb, n_tok = (out.ne0 + CHANNELS - 1) // CHANNELS, (out.ne1 + TIMES - 1) // TIMES, sx.ne0 - c.ne0 + 1
@@ -155,6 +159,10 @@ def _padded(n: int) -> int:
     return -(-n // LANES) * LANES
 
 
+def _scan_items(node: Node) -> int:
+    return node.out.ne[1] * node.out.ne[3]
+
+
 def _scan_chunk(node: Node) -> int:
     d_state, head_dim, _, _ = node.outputs[1].ne
     return max(1, 16384 // (d_state * head_dim * node.out.ne[2]))
@@ -162,11 +170,14 @@ def _scan_chunk(node: Node) -> int:
 
 def _scan_scratch(node: Node) -> int:
     d_state, head_dim = _padded(node.outputs[1].ne[0]), _padded(node.outputs[1].ne[1])
-    return 4 * (2 * head_dim + 2 * d_state + d_state * head_dim)
+    return 4 * (2 * TOKENS + 2 * TOKENS * head_dim + 2 * d_state + d_state * head_dim)
 
 
-def _scan_options(node: Node) -> dict[str, Any]:
-    return {"D_STATE": _padded(node.outputs[1].ne[0])}
+def _scan_binds(node: Node) -> dict[str, Any]:
+    s, _, _, _, b, c, _ = node.src
+    assert s is not None and b is not None and c is not None
+    whole = s.ne[0] % LANES == 0 and s.ne[1] % LANES == 0 and s.nb[:2] == (4, 4 * s.ne[0])
+    return {"D_STATE": _padded(s.ne[0]), "HEAD_DIM": _padded(s.ne[1]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4}
 
 
 @helper
@@ -178,6 +189,22 @@ def gather(dst: Any, src: Any, n: Any, nb: Any, padded: Any) -> Any:
 
 
 @helper
+def load_tokens(scratch: Any, dt: Any, dt_nb1: Any, rate: Any, x: Any, x_nb0: Any, x_nb2: Any, head_dim: Any, padded: Any, n: Any) -> Any:
+    """Of n tokens of a head, at the pointers dt and x: softplus(dt), decays, and rows of x softplus(dt), padded with zeros."""
+    for t in range(n):
+        st_f32(scratch, t, ld_f32(at(dt, t * dt_nb1), 0))
+    for t in range(n):
+        d = softplus(ld_f32(scratch, t))
+        st_f32(scratch, t, d)
+        st_f32(scratch, TOKENS + t, exp(d * rate))
+    for t in range(n):
+        d, row = ld_f32(scratch, t), at(scratch, 4 * (2 * TOKENS + t * padded))
+        gather(row, at(x, t * x_nb2), head_dim, x_nb0, padded)
+        for p in range(padded):
+            st_f32(row, p, ld_f32(row, p) * d)
+
+
+@helper
 def dead_head(y: Any, state: Any, head: Any, seq: Any) -> Any:
     """Zero the outputs of a head whose id is bad."""
     for t in range(y.ne2):
@@ -185,56 +212,14 @@ def dead_head(y: Any, state: Any, head: Any, seq: Any) -> Any:
     zero_bytes(at(state.p, head * state.nb2 + seq * state.nb3), state.nb2)
 
 
-@kernel("SSM_SCAN", "cpu", items=lambda n: n.out.ne[1] * n.out.ne[3], chunk=_scan_chunk, bind=_scan_options, scratch=_scan_scratch, status=True)
-def ssm_scan_any(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, ids: Any, status: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Any sizes and strides: state, B and C are brought to scratch, padded with zeros to whole vectors."""
-    head_dim = (s.ne1 + LANES - 1) // LANES * LANES
-    xdt, yt, bt = scratch, at(scratch, head_dim * 4), at(scratch, head_dim * 8)
-    ct, h = at(bt, D_STATE * 4), at(bt, D_STATE * 8)
-    zero_bytes(xdt, head_dim * 4)
-    for item in range(i0, i1):
-        seq, head = item // s.ne2, item % s.ne2
-        row = ld_i32(at(ids.p, seq * ids.nb0), 0)
-        if row < 0 or row >= s.ne3:
-            stw(status, 1, row)
-            stw(status, 0, 1)
-            dead_head(y, state, head, seq)
-            continue
-        for p in range(head_dim):
-            if p < s.ne1:
-                gather(at(h, p * D_STATE * 4), at(s.p, p * s.nb1 + head * s.nb2 + row * s.nb3), s.ne0, s.nb0, D_STATE)
-            else:
-                zero_bytes(at(h, p * D_STATE * 4), D_STATE * 4)
-        group, rate = head // (s.ne2 // b.ne1), ld_f32(at(a.p, head * a.nb1), 0)
-        for t in range(x.ne2):
-            d = softplus(ld_f32(at(dt.p, head * dt.nb0 + t * dt.nb1 + seq * dt.nb2), 0))
-            x_t = at(x.p, head * x.nb1 + t * x.nb2 + seq * x.nb3)
-            for p in range(s.ne1):
-                st_f32(xdt, p, ld_f32(at(x_t, p * x.nb0), 0) * d)
-            gather(bt, at(b.p, group * b.nb1 + t * b.nb2 + seq * b.nb3), s.ne0, b.nb0, D_STATE)
-            gather(ct, at(c.p, group * c.nb1 + t * c.nb2 + seq * c.nb3), s.ne0, c.nb0, D_STATE)
-            for p in range(0, head_dim, LANES):
-                h_p = at(h, p * D_STATE * 4)
-                scan_16_rows(h_p, h_p, D_STATE * 4, bt, ct, at(xdt, p * 4), exp(d * rate), at(yt, p * 4))
-            copy_bytes(at(y.p, head * y.nb1 + t * y.nb2 + seq * y.nb3), yt, s.ne1 * 4)
-        for p in range(s.ne1):
-            copy_bytes(at(state.p, p * state.nb1 + head * state.nb2 + seq * state.nb3), at(h, p * D_STATE * 4), s.ne0 * 4)
-
-
-def _whole_vectors(node: Node) -> str | None:
-    s, x, _, _, b, c, _ = node.src
-    assert s is not None and x is not None and b is not None and c is not None
-    if s.ne[0] % LANES or s.ne[1] % LANES:
-        return f"d_state {s.ne[0]} or head_dim {s.ne[1]} is no multiple of {LANES}"
-    if s.nb[0] != 4 or s.nb[1] != 4 * s.ne[0]:
-        return "the state of a head has gaps"
-    return None if x.nb[0] == b.nb[0] == c.nb[0] == 4 else "dim 0 of x, B or C is strided"
-
-
-@kernel("SSM_SCAN", "cpu", when=_whole_vectors, items=lambda n: n.out.ne[1] * n.out.ne[3], chunk=_scan_chunk, bind=_scan_options,
-        scratch=lambda n: 4 * n.out.ne[0], status=True)
+@kernel("SSM_SCAN", "cpu", items=_scan_items, chunk=_scan_chunk, bind=_scan_binds, scratch=_scan_scratch, status=True)
 def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, ids: Any, status: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Whole vectors in place: the first token reads s, later ones the output's state."""
+    """The state of an item stands in the output (the first token reads s), or padded in scratch unless IN_PLACE. x and y
+    pass through scratch in blocks of tokens: their rows are far apart, and a lone store that misses the cache would hold
+    up those of the state."""
+    xdt, yt = at(scratch, 8 * TOKENS), at(scratch, 8 * TOKENS + 4 * TOKENS * HEAD_DIM)
+    bt = at(yt, 4 * TOKENS * HEAD_DIM)
+    ct, padded = at(bt, 4 * D_STATE), at(bt, 8 * D_STATE)
     for item in range(i0, i1):
         seq, head = item // s.ne2, item % s.ne2
         row = ld_i32(at(ids.p, seq * ids.nb0), 0)
@@ -243,15 +228,32 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
             stw(status, 0, 1)
             dead_head(y, state, head, seq)
             continue
-        h, src = at(state.p, head * state.nb2 + seq * state.nb3), at(s.p, head * s.nb2 + row * s.nb3)
         group, rate = head // (s.ne2 // b.ne1), ld_f32(at(a.p, head * a.nb1), 0)
-        for t in range(x.ne2):
-            d = softplus(ld_f32(at(dt.p, head * dt.nb0 + t * dt.nb1 + seq * dt.nb2), 0))
-            decay = exp(d * rate)
-            x_t, y_t = at(x.p, head * x.nb1 + t * x.nb2 + seq * x.nb3), at(y.p, head * y.nb1 + t * y.nb2 + seq * y.nb3)
-            b_t, c_t = at(b.p, group * b.nb1 + t * b.nb2 + seq * b.nb3), at(c.p, group * c.nb1 + t * c.nb2 + seq * c.nb3)
-            for p in range(x.ne0):
-                st_f32(scratch, p, ld_f32(x_t, p) * d)
-            for p in range(0, x.ne0, LANES):
-                scan_16_rows(at(h, p * D_STATE * 4), at(src, p * D_STATE * 4), D_STATE * 4, b_t, c_t, at(scratch, p * 4), decay, at(y_t, p * 4))
+        src, result = at(s.p, head * s.nb2 + row * s.nb3), at(state.p, head * state.nb2 + seq * state.nb3)
+        h = result if IN_PLACE else padded
+        if not IN_PLACE:
+            zero_bytes(h, 4 * HEAD_DIM * D_STATE)
+            for p in range(s.ne1):
+                gather(at(h, p * D_STATE * 4), at(src, p * s.nb1), s.ne0, s.nb0, D_STATE)
             src = h
+        for t0 in range(0, x.ne2, TOKENS):
+            n = min(TOKENS, x.ne2 - t0)
+            load_tokens(scratch, at(dt.p, head * dt.nb0 + t0 * dt.nb1 + seq * dt.nb2), dt.nb1, rate,
+                        at(x.p, head * x.nb1 + t0 * x.nb2 + seq * x.nb3), x.nb0, x.nb2, x.ne0, HEAD_DIM, n)
+            for t in range(n):
+                b_t = at(b.p, group * b.nb1 + (t0 + t) * b.nb2 + seq * b.nb3)
+                c_t = at(c.p, group * c.nb1 + (t0 + t) * c.nb2 + seq * c.nb3)
+                if not IN_PLACE:
+                    gather(bt, b_t, s.ne0, b.nb0, D_STATE)
+                    gather(ct, c_t, s.ne0, c.nb0, D_STATE)
+                    b_t, c_t = bt, ct
+                for p in range(0, HEAD_DIM, LANES):
+                    place = 4 * (t * HEAD_DIM + p)
+                    scan_16_rows(at(h, p * D_STATE * 4), at(src, p * D_STATE * 4), D_STATE * 4, b_t, c_t, at(xdt, place),
+                                 ld_f32(scratch, TOKENS + t), at(yt, place))
+                src = h
+            for t in range(n):
+                copy_bytes(at(y.p, head * y.nb1 + (t0 + t) * y.nb2 + seq * y.nb3), at(yt, 4 * t * HEAD_DIM), y.ne0 * 4)
+        if not IN_PLACE:
+            for p in range(s.ne1):
+                copy_bytes(at(result, p * state.nb1), at(h, p * D_STATE * 4), s.ne0 * 4)

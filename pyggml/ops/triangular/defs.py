@@ -1,1 +1,70 @@
-"""The triangular ops."""
+"""TRI: keep one triangle of a matrix, put a number elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pyggml.cases import Case, case, f32, leaf, perf
+from pyggml.dtypes import BF16, F16, F32, F64
+from pyggml.errors import ParamError
+from pyggml.registry import Cost, Spec, default_bytes, like, op, require, require_type
+from pyggml.tensor import Node, Tensor
+
+KINDS = ("lower_diag", "lower", "upper_diag", "upper")
+
+
+@op("TRI", inputs="x", limit=0.0)
+def tri(x: Tensor, kind: str = "lower_diag", *, dims: tuple[int, int] = (0, 1), fill: float = 0.0) -> Spec:
+    """x inside one triangle of two of its dims, `fill` elsewhere. With column j along dims[0] and row i along dims[1],
+    lower_diag keeps j <= i, lower j < i, upper_diag j >= i, upper j > i.
+
+    Elements outside are chosen, not multiplied by 0: what stands there (NaN, inf) never reaches the result. fill=-inf masks
+    an exponent before exp.
+
+    x: f32, f16, bf16, f64, any ne (square or not) and strides. Out: like x. ParamError for another kind or equal dims.
+    Source: ggml_tri, with the dims of llama.cpp PR 16982.
+
+    >>> import numpy as np
+    >>> import pyggml as pg
+    >>> pg.compute(pg.tri(pg.tensor(np.ones((3, 3), np.float32)), "lower"), backend="reference")
+    array([[0., 0., 0.],
+           [1., 0., 0.],
+           [1., 1., 0.]])
+    """
+    require_type("TRI", "x", x, F32, F16, BF16, F64)
+    require(kind in KINDS, "TRI", f"kind {kind!r}; legal: {', '.join(KINDS)}", ParamError)
+    two = isinstance(dims, tuple | list) and len(dims) == 2 and all(d in (0, 1, 2, 3) for d in dims) and dims[0] != dims[1]
+    require(two, "TRI", f"dims {dims!r}; legal: two different dims of 0 to 3", ParamError)
+    require(isinstance(fill, int | float | np.number), "TRI", f"fill is {type(fill).__name__}; it must be a number", ParamError)
+    return like(x)
+
+
+@tri.reference
+def _tri(x: np.ndarray, kind: str, dims: tuple[int, int], fill: float) -> np.ndarray:
+    j, i = (np.arange(x.shape[-1 - d]).reshape([-1 if axis == x.ndim - 1 - d else 1 for axis in range(x.ndim)]) for d in dims)
+    keep = {"lower_diag": j <= i, "lower": j < i, "upper_diag": j >= i, "upper": j > i}[kind]
+    return np.where(keep, x, fill)
+
+
+@tri.cost
+def _tri_cost(node: Node) -> Cost:
+    return Cost(0, default_bytes(node))
+
+
+@tri.cases
+def _tri_cases() -> Iterator[Case]:
+    for kind in KINDS:
+        yield case(f32(10, 10, 4, 3), kind=kind)
+        yield case(f32(5, 3), kind=kind)
+        yield case(f32(3, 70, 2), kind=kind, fill=-1.0)
+        yield case(f32(9, 4, 6, 2), kind=kind, dims=(1, 0))
+        yield case(f32(9, 4, 6, 2), kind=kind, dims=(2, 1))
+        yield case(f32(9, 4, 6, 3), kind=kind, dims=(3, 0))
+    yield case(f32(17, 12, 3, perm=(1, 0)), kind="lower_diag", fill=0.5, note="permuted")
+    yield case(f32(17, 12, 3, gap=5), kind="upper", dims=(0, 2), note="rows with gaps")
+    yield case(leaf(F64, (7, 7, 2)), kind="lower", fill=2.0)
+    yield case(leaf(F16, (33, 33)), kind="upper_diag")
+    yield case(leaf(BF16, (9, 5), perm=(1, 0)), kind="lower")
+    yield perf(f32(256, 256, 48, 2), kind="lower_diag", fill=float("-inf"), note="granite-4.0-h chunk")

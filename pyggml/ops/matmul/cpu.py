@@ -1,0 +1,217 @@
+"""CPU kernel of MUL_MAT.
+
+The result is cut into items, blocks of m x n of one batch. Along K an item goes in blocks of K_BLOCK: rows that are not
+plain float32 are brought to scratch as such (dequantized, widened, gathered, padded with zeros to whole vectors), then tiles
+of 16 dot products are computed in registers. A dot product always has 16 partial sums, element k of the block in sum
+k % 16, added in the order of `sums_of_lanes`; blocks of K are added in order. So its bits depend on its two rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyggml.ops.matmul.defs  # noqa: F401  (a compiling process imports this module alone, for its intrinsics)
+from pyggml.cpu.simd import LOAD, Helper, at, helper, intrinsic, ld_f32, st_f32, zero_bytes
+from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, store_floats, sums_of_lanes, transpose_16x16, wide_registers
+from pyggml.dtypes import F32
+from pyggml.quants.cpu import DEQUANT_ROW
+from pyggml.registry import kernel
+from pyggml.tensor import Node, Tensor
+
+K_BLOCK = 1024  # a multiple of every type's block; 4 + 4 rows of it fit in 32 KB
+ROW = (K_BLOCK + LANES) * 4  # bytes of a packed row: no power of two, so that rows do not share cache sets
+M_BLOCK, N_BLOCK = 64, 512
+N_PACK = 16  # rows of b packed at a time
+MIN_ITEMS, CHUNK_PRODUCTS = 16, 65536
+
+
+# -- tiles ----------------------------------------------------------------------------------------------------------------
+
+
+def _dots(b: Any, ir: Any, rows: int, cols: int, at_once: tuple[int, int], operands: Any) -> None:
+    """rows x cols = 16 dot products of n_blocks * 16 elements, stored at dst column by column. Of a tile at the matrix's
+    edge, rows beyond the last are computed from the last one again. `at_once`: as many sums as stay in registers."""
+    a, a_row, a_last, x, x_row, x_last, n_blocks, dst = operands
+    i64, zero = ir.IntType(64), float_constant(ir, 0.0)
+
+    def row_pointers(p: Any, stride: Any, last: Any, n: int) -> list[Any]:
+        return [b.gep(p, [b.mul(stride, b.select(b.icmp_signed("<", last, i64(r)), last, i64(r)))]) for r in range(n)]
+
+    a_rows, x_rows = row_pointers(a, a_row, a_last, rows), row_pointers(x, x_row, x_last, cols)
+    sums: dict[tuple[int, int], Any] = {}
+    for r0 in range(0, rows, at_once[0]):
+        for c0 in range(0, cols, at_once[1]):
+            places = [(r, c) for c in range(c0, c0 + at_once[1]) for r in range(r0, r0 + at_once[0])]
+
+            def block(i: Any, acc: list[Any], places: list[tuple[int, int]] = places) -> list[Any]:
+                offset = b.mul(i, i64(LANES * 4))
+                av = {r: load_floats(b, ir, b.gep(a_rows[r], [offset])) for r in sorted({r for r, _ in places})}
+                xv = {c: load_floats(b, ir, b.gep(x_rows[c], [offset])) for c in sorted({c for _, c in places})}
+                return [multiply_add(b, ir, av[r], xv[c], s) for (r, c), s in zip(places, acc, strict=True)]
+
+            sums.update(zip(places, loop(b, ir, n_blocks, [zero] * len(places), block), strict=True))
+    store_floats(b, dst, sums_of_lanes(b, ir, [sums[r, c] for c in range(cols) for r in range(rows)]))
+
+
+@intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, ptr)")
+def dots_4x4(b: Any, ir: Any, *operands: Any) -> None:
+    """Tile for many columns: (a, bytes of a row, last row, b, bytes of a row, last row, blocks of 16 elements, dst)."""
+    _dots(b, ir, 4, 4, (4, 4) if wide_registers() else (2, 2), operands)
+
+
+@intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, ptr)")
+def dots_16x1(b: Any, ir: Any, *operands: Any) -> None:
+    """Tile for one column; operands as dots_4x4."""
+    _dots(b, ir, 16, 1, (8, 1) if wide_registers() else (4, 1), operands)
+
+
+# -- packing --------------------------------------------------------------------------------------------------------------
+
+
+@helper
+def widen(_src: Any, _dst: Any, _n: Any) -> Any:
+    """A row as float32; bound to the type's."""
+
+
+@helper
+def load(_p: Any, _i: Any) -> Any:
+    """An element as float32; bound to the type's."""
+
+
+BLOCK, NBYTES = 1, 4  # of the type; bound
+
+
+@helper
+def pack_rows(dst: Any, src: Any, _nb0: Any, nb1: Any, n_rows: Any, k0: Any, n: Any, _turn: Any) -> Any:
+    """Elements k0 to k0 + n of rows stored without gaps."""
+    for r in range(n_rows):
+        widen(at(src, r * nb1 + k0 // BLOCK * NBYTES), at(dst, r * ROW), n)
+        zero_bytes(at(dst, r * ROW + n * 4), -n % LANES * 4)
+
+
+@helper
+def pack_strided(dst: Any, src: Any, nb0: Any, nb1: Any, n_rows: Any, k0: Any, n: Any, turn: Any) -> Any:
+    """The same of rows with any strides. Where the rows' k-th elements lie side by side, 16 x 16 blocks are turned."""
+    turned_rows = n_rows // LANES * LANES if nb1 == NBYTES else 0
+    turned_k = n // LANES * LANES
+    for r in range(0, turned_rows, LANES):
+        for k in range(0, turned_k, LANES):
+            for i in range(LANES):
+                widen(at(src, r * nb1 + (k0 + k + i) * nb0), at(turn, i * LANES * 4), LANES)
+            transpose_16x16(at(dst, r * ROW + k * 4), ROW, turn, LANES * 4)
+    for k in range(n):
+        for r in range(turned_rows if k < turned_k else 0, n_rows):
+            st_f32(at(dst, r * ROW), k, load(at(src, r * nb1 + (k0 + k) * nb0), 0))
+    for r in range(n_rows):
+        zero_bytes(at(dst, r * ROW + n * 4), -n % LANES * 4)
+
+
+@helper
+def no_pack(_dst: Any, _src: Any, _nb0: Any, _nb1: Any, _n_rows: Any, _k0: Any, _n: Any, _turn: Any) -> None:
+    """Rows of plain float32 are read where they are."""
+
+
+def _packer(t: Tensor) -> Helper:
+    if _is_plain(t):
+        return no_pack
+    if t.rows_contiguous:
+        return pack_rows.bind(widen=DEQUANT_ROW[t.dtype.name], BLOCK=t.dtype.block, NBYTES=t.dtype.nbytes)
+    return pack_strided.bind(widen=DEQUANT_ROW[t.dtype.name], load=LOAD[t.dtype.name], NBYTES=t.dtype.nbytes)
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.dtype is F32 and t.nb[0] == 4 and t.ne[0] % LANES == 0
+
+
+# -- the kernel -----------------------------------------------------------------------------------------------------------
+
+
+def _ab(node: Node) -> tuple[Tensor, Tensor]:
+    a, b = node.src
+    assert a is not None and b is not None
+    return a, b
+
+
+def _blocks(node: Node) -> tuple[int, int]:
+    """Rows and columns of an item, from the shape alone: halved until there are enough items for some threads."""
+    m, n, b2, b3 = node.out.ne
+    mb, nb = (M_BLOCK, N_BLOCK) if n > 4 else (LANES, 4)
+
+    def items() -> int:
+        return -(-m // mb) * -(-n // nb) * b2 * b3
+
+    while items() < MIN_ITEMS and nb > 32:
+        nb //= 2
+    while items() < MIN_ITEMS and mb > LANES:
+        mb //= 2
+    return mb, nb
+
+
+def _items(node: Node) -> int:
+    (m, n, b2, b3), (mb, nb) = node.out.ne, _blocks(node)
+    return -(-m // mb) * -(-n // nb) * b2 * b3
+
+
+def _chunk(node: Node) -> int:
+    mb, nb = _blocks(node)
+    return CHUNK_PRODUCTS // (mb * min(nb, node.out.ne[1]) * _ab(node)[0].ne[0])
+
+
+def _scratch(node: Node) -> int:
+    return 4 * LANES * (1 + LANES) + (M_BLOCK + N_PACK) * ROW
+
+
+def _binds(node: Node) -> dict[str, Any]:
+    a, b = _ab(node)
+    one = node.out.ne[1] == 1
+    return {"dots": dots_16x1 if one else dots_4x4, "ROWS": 16 if one else 4, "COLS": 1 if one else 4, "PACK_A": not _is_plain(a), "PACK_B": not _is_plain(b),
+            "pack_a": _packer(a), "pack_b": _packer(b)}
+
+
+dots: Callable[..., None] = dots_4x4
+pack_a = pack_b = no_pack
+ROWS, COLS, PACK_A, PACK_B = 4, 4, False, False  # bound, as the four above
+
+
+@kernel("MUL_MAT", "cpu", items=_items, chunk=_chunk, params=_blocks, bind=_binds, scratch=_scratch)
+def mul_mat(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Items [i0, i1), blocks of m fastest. Scratch: a tile, a 16 x 16 block being turned, packed rows of a and of b."""
+    tile, turn = scratch, at(scratch, 4 * LANES)
+    a_packed = at(turn, 4 * LANES * LANES)
+    b_packed = at(a_packed, M_BLOCK * ROW)
+    n_mb, n_nb = (a.ne1 + mb - 1) // mb, (b.ne1 + nb - 1) // nb
+    r2, r3 = b.ne2 // a.ne2, b.ne3 // a.ne3
+    for item in range(i0, i1):
+        m0, rest = item % n_mb * mb, item // n_mb
+        n0, batch = rest % n_nb * nb, rest // n_nb
+        i2, i3 = batch % b.ne2, batch // b.ne2
+        m, n1 = min(mb, a.ne1 - m0), min(n0 + nb, b.ne1)
+        a_p, b_p = at(a.p, m0 * a.nb1 + i2 // r2 * a.nb2 + i3 // r3 * a.nb3), at(b.p, i2 * b.nb2 + i3 * b.nb3)
+        o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
+        for k0 in range(0, a.ne0, K_BLOCK):
+            k = min(K_BLOCK, a.ne0 - k0)
+            n_blocks = (k + LANES - 1) // LANES
+            rows_a, row_a = at(a_p, k0 * 4), a.nb1
+            if PACK_A:
+                pack_a(a_packed, a_p, a.nb0, a.nb1, m, k0, k, turn)
+                rows_a, row_a = a_packed, ROW
+            for j in range(n0, n1, N_PACK):
+                n_j = min(N_PACK, n1 - j)
+                rows_b, row_b = at(b_p, j * b.nb1 + k0 * 4), b.nb1
+                if PACK_B:
+                    pack_b(b_packed, at(b_p, j * b.nb1), b.nb0, b.nb1, n_j, k0, k, turn)
+                    rows_b, row_b = b_packed, ROW
+                for c0 in range(0, n_j, COLS):
+                    cols = min(COLS, n_j - c0)
+                    for r0 in range(0, m, ROWS):
+                        rows = min(ROWS, m - r0)
+                        dots(at(rows_a, r0 * row_a), row_a, rows - 1, at(rows_b, c0 * row_b), row_b, cols - 1, n_blocks, tile)
+                        for c in range(cols):
+                            o, s = at(o_p, r0 * 4 + (j + c0 + c) * out.nb1), at(tile, c * ROWS * 4)
+                            if k0 == 0:
+                                for r in range(rows):
+                                    st_f32(o, r, ld_f32(s, r))
+                            else:
+                                for r in range(rows):
+                                    st_f32(o, r, ld_f32(o, r) + ld_f32(s, r))

@@ -1,0 +1,134 @@
+"""The `pyggml` program as a user meets it: text on stdout, notes on stderr, one line and an exit code for every fault."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyggml.models import demo_path
+from pyggml.testing import fabricate
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pyggml(*args: str, stdin: str | bytes = "", cwd: Path = ROOT) -> subprocess.CompletedProcess[bytes]:
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    return subprocess.run([sys.executable, "-m", "pyggml", *args], input=data, capture_output=True, cwd=cwd, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def fails(code: int, match: str, *args: str, stdin: str | bytes = "") -> None:
+    done = pyggml(*args, stdin=stdin)
+    err = done.stderr.decode()
+    assert done.returncode == code and "Traceback" not in err
+    last = err.strip().splitlines()[-1]
+    assert re.search(match, last), err
+    if code == 1:
+        assert len(err.strip().splitlines()) == 1
+
+
+GREEDY_SHORT = "Mrs. Bennet was not quite so much pleased"
+
+
+@pytest.mark.parametrize("form", ("auto", "scan", "ssd"))
+def test_run_writes_the_golden_words(form: str) -> None:
+    done = pyggml("run", "-p", "Mrs. Bennet was", "-n", "6", "--temp", "0", "--mamba2", form, "-ctk", "f32", "-ctv", "f32")
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().startswith(GREEDY_SHORT)
+    err = done.stderr.decode()
+    for part in ("compile  ", "load     ", "prompt   5 tokens, ", "first    ", "eval     5 tokens, ", "memory   weights 6.1 MiB, kv "):
+        assert part in err, err
+
+
+def test_prompt_from_file_stdin_and_seed(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("Captain Wentworth had", encoding="utf-8")
+    base = ("-n", "8", "--seed", "42")
+    outs = [pyggml("run", "-f", str(tmp_path / "p.txt"), *base), pyggml("run", *base, stdin="Captain Wentworth had"), pyggml("run", "-p", "Captain Wentworth had", *base)]
+    assert len({o.stdout for o in outs}) == 1 and outs[0].stdout.startswith(b"Captain Wentworth had")
+    only = pyggml("run", "-p", "Captain Wentworth had", *base, "--no-display-prompt")
+    assert outs[0].stdout == b"Captain Wentworth had" + only.stdout
+
+
+def test_options_change_nothing_that_they_should_not() -> None:
+    base = ("run", "-p", "Captain Wentworth had been in the", "-n", "8", "--temp", "0")
+    outs = {pyggml(*base, *extra).stdout for extra in ((), ("-t", "1"), ("-ub", "2"), ("-c", "64"), ("--mamba2", "ssd", "--chunk", "3"), ("--mamba2", "ssd", "--chunk", "none"))}
+    assert len(outs) == 1
+
+
+def test_run_zero_tokens() -> None:
+    done = pyggml("run", "-p", "Emma", "-n", "0")
+    assert done.returncode == 0 and done.stdout == b"Emma\n"
+
+
+@pytest.mark.parametrize(("code", "match", "args", "stdin"), [
+    (1, "run: .*no-such.gguf: .*No such file", ("run", "-m", "no-such.gguf", "-p", "x"), ""),
+    (1, "run: .*README.md: ", ("run", "-m", "README.md", "-p", "x"), ""),
+    (1, "run: -f no-such.txt: No such file", ("run", "-f", "no-such.txt"), ""),
+    (1, "run: stdin: byte 1 is not UTF-8", ("run",), b"a\xff"),
+    (1, "run: the prompt is empty", ("run", "-p", ""), ""),
+    (1, "run: the context is full: .* n_ctx", ("run", "-p", "one two three four five six seven eight", "-c", "4"), ""),
+    (1, "run: .*top_p", ("run", "-p", "x", "--top-p", "1.5"), ""),
+    (2, "argument -n/--predict: '-3'; legal: a whole number from 0", ("run", "-n", "-3"), ""),
+    (2, "invalid choice: 'fast'", ("run", "--mamba2", "fast"), ""),
+    (2, "argument --chunk: '0'; legal", ("run", "--chunk", "0"), ""),
+    (2, "argument -t/--threads: '0'", ("run", "-t", "0"), ""),
+    (2, "not allowed with", ("run", "-p", "x", "-f", "y"), ""),
+    (2, "unrecognized arguments: --frobnicate", ("run", "--frobnicate"), ""),
+    (2, "invalid choice: 'fly'", ("fly",), ""),
+    (2, "required: COMMAND", (), ""),
+    (1, "info: .*no-such.gguf", ("info", "-m", "no-such.gguf"), ""),
+], ids=lambda v: v if isinstance(v, str) and v.isidentifier() else None)
+def test_faults_end_in_one_line(code: int, match: str, args: tuple[str, ...], stdin: str | bytes) -> None:
+    fails(code, match, *args, stdin=stdin)
+
+
+def test_info() -> None:
+    done = pyggml("info")
+    out = done.stdout.decode()
+    assert done.returncode == 0, done.stderr.decode()
+    for part in ("kernel level", "granitehybrid", "40 q8_0", "45 f32", "bits per weight", "5,999,736", "7 layers (5 mamba, 2 attention)", "(2048)"):
+        assert part in out, out
+
+
+def test_info_check(tmp_path: Path) -> None:
+    assert "check       sound" in pyggml("info", "--check").stdout.decode()
+    data = bytearray(demo_path().read_bytes())
+    data[-2:] = b"\xff\x7f"
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(bytes(data[:-100]))
+    fails(1, "info: .*cut.gguf: tensor ", "info", "-m", str(cut), "--check")
+
+
+def test_info_of_a_file_that_pyggml_cannot_run(tmp_path: Path) -> None:
+    fabricate("mamba2", tmp_path / "m.gguf", metadata={"general.architecture": "llama"})
+    done = pyggml("info", "-m", str(tmp_path / "m.gguf"))
+    assert done.returncode == 1 and "not runnable: key general.architecture: found 'llama'" in done.stdout.decode()
+
+
+def test_help_and_version() -> None:
+    assert b"run" in pyggml("--help").stdout and b"--mamba2" in pyggml("run", "--help").stdout
+    assert re.fullmatch(r"pyggml \d+\.\d+\.\d+\n", pyggml("--version").stdout.decode())
+
+
+def test_demo() -> None:
+    done = pyggml("demo")
+    out = done.stdout.decode()
+    assert done.returncode == 0, done.stderr.decode()
+    lines = out.splitlines()
+    assert 9 <= len(lines) <= 12
+    assert "nodes at 2 = 64 = 512 = 4096 tokens" in out and "same 64 tokens" in out and "kernel level" in lines[0]
+    delta = float(re.search(r"max \|dlogit\| ([\d.e+-]+)", out).group(1))  # type: ignore[union-attr]
+    assert delta <= 1e-3
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    p = subprocess.Popen([sys.executable, "-m", "pyggml", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert p.stdout is not None and p.stderr is not None
+    p.stdout.close()
+    assert b"Traceback" not in p.stderr.read()
+    p.stderr.close()
+    p.wait()

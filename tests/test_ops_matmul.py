@@ -1,0 +1,144 @@
+"""MUL_MAT beyond its cases: errors, cost, and results that depend on nothing but their two rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pyggml as pg
+from pyggml.backends import open_backend
+from pyggml.cases import cases_of, random_blocks
+from pyggml.cpu.level import LEVELS, host_level
+from pyggml.dtypes import dtype
+from pyggml.errors import DTypeError, ShapeError
+from pyggml.graph import Graph
+from pyggml.ops.matmul.defs import WEIGHT_TYPES, mul_mat
+from pyggml.quants import dequantize
+from pyggml.registry import find_op
+from pyggml.tensor import Tensor, encode
+from pyggml.testing import nmse, run_case
+
+
+def weights(name: str, k: int, m: int, *batch: int, seed: int = 0) -> Tensor:
+    """A constant [k, m, *batch] of random values of a type."""
+    rng, dt, ne = np.random.default_rng(seed), dtype(name), (k, m, *batch)
+    if dt.is_quantized:
+        return pg.raw_tensor(random_blocks(dt, int(np.prod(ne)) // dt.block, rng), dt, ne, "a")
+    raw = encode(rng.uniform(-1, 1, ne[::-1]).astype(np.float32), dt)
+    return pg.raw_tensor(raw.reshape(-1).view(np.uint8), dt, ne, "a")
+
+
+def floats(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(-1, 1, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(("a", "b", "error", "message"), [
+    (("f32", [64, 4]), ("f32", [32, 4]), ShapeError, r"MUL_MAT: a has ne \[64, 4, 1, 1\] and b \[32, 4, 1, 1\]; dim 0 must be the same K"),
+    (("f32", [8, 4, 3]), ("f32", [8, 4, 4]), ShapeError, r"in dim 2, 3 must divide 4"),
+    (("f32", [8, 4, 2]), ("f32", [8, 4, 1]), ShapeError, r"in dim 2, 2 must divide 1"),
+    (("f32", [8, 4, 1, 2]), ("f32", [8, 4, 1, 3]), ShapeError, r"in dim 3, 2 must divide 3"),
+    (("i32", [8, 4]), ("f32", [8, 4]), DTypeError, "MUL_MAT: a is i32; legal: f32, f16, bf16, q8_0, q4_0, q4_K, q5_K, q6_K"),
+    (("f32", [32, 4]), ("q8_0", [32, 4]), DTypeError, "MUL_MAT: b is q8_0; legal: f32, f16, bf16"),
+    (("iq2_s", [256, 4]), ("f32", [256, 4]), DTypeError, "MUL_MAT: a is iq2_s; legal: f32"),
+], ids=["K", "batch-3-4", "batch-2-1", "batch-dim-3", "a-i32", "b-quantized", "a-unsupported-quant"])
+def test_rule_errors(a: tuple[str, list[int]], b: tuple[str, list[int]], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        mul_mat(pg.tensor(a[1], a[0]), pg.tensor(b[1], b[0]))
+
+
+def test_rows_of_blocks_must_be_whole() -> None:
+    a = Tensor(dtype("q8_0"), (64, 4, 1, 1), (68, 34, 136, 136), name="a")
+    with pytest.raises(ShapeError, match=r"a is q8_0 with nb \[68, 34, 136, 136\]; blocks of a row must follow each other"):
+        mul_mat(a, pg.tensor([64, 1]))
+
+
+@pytest.mark.parametrize("name", ["q4_K", "q5_K", "q6_K"], ids=lambda n: f"f96-{n}")
+def test_fault_96_a_row_of_2688_has_no_k_blocks(name: str) -> None:
+    with pytest.raises(DTypeError, match=f"{name}: a row of 2688 elements is not a multiple of its block of 256"):
+        pg.tensor([2688, 16], name)
+
+
+def test_fault_96_q8_0_takes_2688_and_any_m() -> None:
+    a, x = weights("q8_0", 2688, 1856), floats(1, 2688)
+    got = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=2)
+    assert a.nbytes == 1856 * 84 * 34 and nmse(got, dequantize(a.data.reshape(1856, -1), a.dtype).astype(np.float64) @ x[0]) <= 1e-12
+
+
+def test_fault_123_cost() -> None:
+    def flops(a: list[int], b: list[int]) -> float:
+        node = mul_mat(pg.tensor(a), pg.tensor(b)).node
+        return node.op.cost_of(node).flops
+
+    assert flops([256, 16], [256, 16]) == 131072
+    assert flops([256, 16, 3, 2], [256, 16, 6, 4]) == 131072 * 24
+    node = mul_mat(pg.tensor([256, 16], "q8_0"), pg.tensor([256, 16])).node
+    assert node.op.cost_of(node).nbytes == 16 * 8 * 34 + 16 * 256 * 4 + 16 * 16 * 4
+
+
+@pytest.mark.parametrize("k", [100, 255, 257, 300], ids=lambda k: f"f100-{k}")
+def test_fault_100_ones_give_k_in_every_place(k: int) -> None:
+    ones = pg.tensor(np.ones((k, k), np.float32))
+    assert np.array_equal(pg.compute(mul_mat(ones, ones), {}, threads=2), np.full((k, k), k))
+
+
+@pytest.mark.parametrize(("name", "k"), [("f32", 256), ("f32", 77), ("f32", 2000), ("bf16", 256), ("q8_0", 2688), ("q4_K", 1280)])
+def test_bits_depend_on_the_two_rows_alone(name: str, k: int) -> None:
+    """Any column of a 512-token product equals the 1-token product, any row that of a matrix of one row."""
+    m = 100
+    a, x = weights(name, k, m), floats(512, k)
+    whole = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=2)
+    for n in (1, 2, 3, 4, 5, 17):
+        for first in (0, 255, 512 - n):
+            part = pg.compute(mul_mat(a, pg.tensor(x[first:first + n])), {}, threads=2)
+            assert np.array_equal(part.reshape(n, m), whole[first:first + n])
+    row_bytes = a.dtype.row_bytes(k)
+    for i in (0, 63, 99):
+        one = pg.raw_tensor(a.data[i * row_bytes:(i + 1) * row_bytes], a.dtype, [k, 1], "a")
+        assert np.array_equal(pg.compute(mul_mat(one, pg.tensor(x)), {}, threads=1).reshape(512), whole[:, i])
+
+
+@pytest.mark.parametrize("name", [t.name for t in WEIGHT_TYPES if t.name != "f32"])
+def test_equals_f32_product_of_widened_weights(name: str) -> None:
+    """No rounding beyond float32's: b is not quantized, weights are only widened."""
+    a, x = weights(name, 768, 24, 2), floats(2, 5, 768)
+    wide = dequantize(a.data[: a.nbytes].reshape(2, 24, -1), a.dtype)
+    got, want = pg.compute((mul_mat(a, pg.tensor(x)), mul_mat(pg.tensor(wide), pg.tensor(x))), {}, threads=2)
+    assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["f32", "q8_0", "q4_K"])
+@pytest.mark.parametrize("n", [1, 3, 40])
+def test_thread_counts_give_equal_bits(name: str, n: int) -> None:
+    a, x = weights(name, 768, 300), floats(n, 768)
+    results = [pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=t) for t in (1, 2, 7)]
+    assert all(np.array_equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_K", "q5_K", "q6_K"], ids=lambda n: f"f102-{n}")
+def test_fault_102_distribution_of_seeds(name: str) -> None:
+    """1000 matrices at once: no seed crosses the limit."""
+    a, x = weights(name, 256, 16, 1000, seed=7), floats(1000, 1, 256, seed=8)
+    got = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=2)
+    wide = dequantize(a.data[: a.nbytes].reshape(1000, 16, -1), a.dtype).astype(np.float64)
+    errors = [nmse(g, w @ v[0]) for g, w, v in zip(got, wide, x, strict=True)]
+    assert max(errors) <= mul_mat.limit, f"max NMSE {max(errors):g} at matrix {int(np.argmax(errors))}"
+
+
+def test_strides_give_the_bits_of_a_copy() -> None:
+    a, x = floats(200, 70, seed=3), floats(70, 90, seed=4)  # a and x transposed: K is their outer dim
+    ta, tx = pg.tensor([200, 70], "f32", name="a"), pg.tensor([90, 70], "f32", name="x")
+    strided = mul_mat(pg.transpose(ta), pg.transpose(tx))
+    copied = mul_mat(pg.tensor(np.ascontiguousarray(a)), pg.tensor(np.ascontiguousarray(x.T)))
+    got, want = pg.compute((strided, copied), {ta: np.ascontiguousarray(a.T), tx: x}, threads=2)
+    assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("level", LEVELS[: LEVELS.index(host_level())])
+def test_lower_levels(level: str) -> None:
+    wanted = [c for c in cases_of(find_op("MUL_MAT")) if c.note in ("a transposed", "ssd M x") and not c.perf
+              or str(c) in ("MUL_MAT(type=q4_K,ne=[256,16,1,1],type_b=f32,ne_b=[256,9,1,1])", "MUL_MAT(type=q8_0,ne=[256,16,1,1],type_b=f32,ne_b=[256,1,1,1])")]
+    assert len(wanted) == 4
+    open_backend("cpu", level=level).compile(Graph([c.node().out for c in wanted]))  # the kernels of all cases at once
+    for case in wanted:
+        got, want = run_case(case, "cpu", threads=2, level=level, poison=True)
+        assert nmse(got[0], want[0]) <= mul_mat.limit
