@@ -25,7 +25,6 @@ ARCHITECTURES = ("granitehybrid", "mamba2", "nemotron_h")
 MATRIX_TYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K)
 VECTOR_TYPES = (F32, F16, BF16)
 PROBES = {"mamba": "ssm_in.weight", "attention": "attn_q.weight"}  # whose presence shows what a layer is
-AUTO_MIN_TOKENS = 32  # tokens per sequence from which `auto` takes the ssd graph
 
 
 def load_model(path: str | os.PathLike[str]) -> Model:
@@ -144,13 +143,13 @@ class Model:
     def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None) -> tuple[Tensor, list[Tensor]]:
         """The logits of a ubatch and the in-place state updates, as tensors of one graph."""
         mem.updates = []
-        form = resolve_mamba2(mamba2, inp.n_seq_tokens)
+        form = resolve_mamba2(mamba2)
         logits = self._module.build(self.hparams, Weights(self.weights), inp, mem, MambaChoice(form, chunk))
         return logits, mem.updates
 
     def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str:
         """Name of the form that a graph of this many tokens per sequence takes."""
-        form = resolve_mamba2(mamba2, n_seq_tokens)
+        form = resolve_mamba2(mamba2)
         return "user" if callable(form) else "scan" if n_seq_tokens == 1 else form
 
     def graph(self, n_tokens: int = 512, n_seqs: int = 1, mamba2: str | Callable[..., Any] = "ssd", chunk: int | str | None = None,
@@ -208,11 +207,9 @@ def check_mamba2(mamba2: str | Callable[..., Any]) -> str | Callable[..., Any]:
     return mamba2
 
 
-def resolve_mamba2(mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str | Callable[..., Any]:
-    """The form that `auto` takes for this many tokens per sequence."""
-    if mamba2 != "auto":
-        return mamba2
-    return "ssd" if n_seq_tokens >= AUTO_MIN_TOKENS else "scan"
+def resolve_mamba2(mamba2: str | Callable[..., Any]) -> str | Callable[..., Any]:
+    """`mamba2`, with `auto` replaced by the form that is faster: on the CPU the recurrence, at every number of tokens (`pyggml demo` prints both)."""
+    return "scan" if mamba2 == "auto" else mamba2
 
 
 def _is_matrix(name: str) -> bool:

@@ -25,7 +25,7 @@ from pyggml.ops.reduce.defs import cumsum
 from pyggml.ops.triangular.defs import tri
 from pyggml.tensor import Tensor
 
-CHUNKS = (256, 128, 64, 32, 16)
+CHUNKS = (64, 32, 16)  # work per token is least near Q = 2 N P / (N + P), 85 for the usual N 128, P 64
 PLAN_BYTES = 64 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, which decides the default chunk
 
 

@@ -45,7 +45,8 @@ class Leaf:
 
 # Where a block holds float16 scales (byte offsets), and the size of each that makes weights of about 1.
 _SCALES: dict[str, tuple[tuple[int, float], ...]] = {
-    "q8_0": ((0, 1 / 128),), "q4_0": ((0, 1 / 8),), "q4_K": ((0, 1 / 945), (2, 1 / 126)), "q5_K": ((0, 1 / 1953), (2, 1 / 126)), "q6_K": ((208, 1 / 4096),),
+    "q8_0": ((0, 1 / 128),), "q4_0": ((0, 1 / 8),),
+    "q4_K": ((0, 1 / 945), (2, 1 / 126)), "q5_K": ((0, 1 / 1953), (2, 1 / 126)), "q6_K": ((208, 1 / 4096),),
 }
 
 

@@ -77,7 +77,7 @@ def fabricate(arch: str, path: str | os.PathLike[str], *, seed: int = 0, drop: t
     """Write a tiny GGUF of an architecture with random float32 weights that keep activations sane and a byte-level vocabulary.
 
     `overrides` replace hyperparameters by their keys without the architecture (dots as `__`: `ssm__group_count=1`; None drops
-    the key); `drop` leaves tensors out, `extra` adds some, `metadata` adds or replaces whole keys. The architecture's own
+    the key); `drop` leaves tensors out, `extra` adds some, `metadata` adds or replaces whole keys at the end, also by what contradicts the tensors. The architecture's own
     tables say which tensors there are.
     """
     from importlib import import_module
@@ -91,7 +91,7 @@ def fabricate(arch: str, path: str | os.PathLike[str], *, seed: int = 0, drop: t
     meta: dict[str, Any] = {"general.architecture": arch, **{f"{arch}.{k}": v for k, v in keys.items() if v is not None},
                             "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
                             "tokenizer.ggml.token_type": np.array([3] + [1] * (len(tokens) - 1), np.int32), "tokenizer.ggml.merges": ["h e"],
-                            "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": False, **(metadata or {})}
+                            "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": False}
     module = import_module(f"pyggml.models.{arch}")
     hp = read_hparams(module.HParams, arch, meta)
     kinds = module.kinds(hp)
@@ -102,7 +102,7 @@ def fabricate(arch: str, path: str | os.PathLike[str], *, seed: int = 0, drop: t
         ne = [dims[d] for d in t.dims.split()]
         if not t.optional and name not in drop:
             tensors[name] = _random_weight(rng, name, ne)
-    write_gguf(path, meta, {**tensors, **(extra or {})})
+    write_gguf(path, {**meta, **(metadata or {})}, {**tensors, **(extra or {})})
 
 
 def byte_vocab() -> list[str]:
@@ -123,3 +123,28 @@ def _random_weight(rng: np.random.Generator, name: str, ne: list[int]) -> np.nda
     else:
         w = rng.normal(0, ne[0] ** -0.5, shape)
     return w.astype(np.float32)
+
+
+def compile_cases() -> int:
+    """Compile the kernels of every op's cases in one go, so that a test run does not ask for them one by one. Their number."""
+    from pyggml.cases import all_cases
+    from pyggml.cpu.compile import KernelSpec, kernels_for
+    from pyggml.cpu.fuse import launch_of
+    from pyggml.cpu.launch import launch
+    from pyggml.cpu.team import TAPE_KERNELS
+    from pyggml.graph import Graph
+    from pyggml.plan import single_steps
+    from pyggml.registry import choose_kernel, load_kernels
+
+    load_kernels("cpu")
+    specs: list[KernelSpec] = list(TAPE_KERNELS)
+    for c in all_cases():
+        for step in single_steps(Graph(c.build()[1])):
+            if step.nodes[0].op.pointwise is not None:
+                specs.append(launch_of(step).spec)
+            else:
+                found, _ = choose_kernel(step.nodes[0], "cpu")
+                if found is not None:
+                    specs.append(launch(found, step.nodes[0]).spec)
+    kernels_for().addresses(specs)
+    return len(specs)

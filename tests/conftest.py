@@ -37,3 +37,10 @@ def shared() -> Path:
     if not (folder / "models").is_dir():
         pytest.skip("no ../shared with models and goldens")
     return folder
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before a run of the whole suite, compile the kernels of all op cases together: one by one they would take many times longer."""
+    if not hasattr(session.config, "workerinput") and session.config.args == session.config.getini("testpaths"):
+        from pyggml.testing import compile_cases
+        compile_cases()

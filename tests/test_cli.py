@@ -28,7 +28,7 @@ def fails(code: int, match: str, *args: str, stdin: str | bytes = "") -> None:
     last = err.strip().splitlines()[-1]
     assert re.search(match, last), err
     if code == 1:
-        assert len(err.strip().splitlines()) == 1
+        assert len([x for x in err.strip().splitlines() if not x.startswith("pyggml: compiling")]) == 1
 
 
 GREEDY_SHORT = "Mrs. Bennet was not quite so much pleased"
@@ -40,7 +40,7 @@ def test_run_writes_the_golden_words(form: str) -> None:
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().startswith(GREEDY_SHORT)
     err = done.stderr.decode()
-    for part in ("compile  ", "load     ", "prompt   5 tokens, ", "first    ", "eval     5 tokens, ", "memory   weights 6.1 MiB, kv "):
+    for part in ("compile  ", "load     ", "prompt   5 tokens, ", "first    ", "eval     5 tokens, ", "memory   weights 6.2 MiB, kv "):
         assert part in err, err
 
 

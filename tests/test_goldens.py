@@ -106,3 +106,12 @@ def test_bundled_model(form: str) -> None:
         assert np.abs(logits[-1] - exact).max() <= 1e-4
         assert rms(logits[-1] - exact) <= 1.15 * rms(z[f"{prompt}/llama_last"] - exact)
         assert np.array_equal(logits.argmax(1), z[f"{prompt}/deq_argmax"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_mamba2_with_two_groups_against_llama_cpp(form: str) -> None:
+    """The norm is per group there; transformers norms over all of d_inner. A fabricated file; logits by llama.cpp 0.5.0-dev (0c1e570), F32."""
+    data = Path(__file__).parent / "data"
+    z = np.load(data / "mamba2-2-groups-llama.npz")
+    logits = pg.load_model(data / "mamba2-2-groups.gguf").context(mamba2=form).decode(z["ids"].tolist(), all_logits=True)
+    assert np.abs(logits - z["logits"]).max() <= 2e-5

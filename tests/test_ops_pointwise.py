@@ -219,11 +219,24 @@ def narrow_rows() -> list[Tensor]:
 
 def decays_rounded_between() -> list[Tensor]:
     d = pg.sub(leaf(1, 40, 3, dtype="f64"), leaf(40, 1, 3, dtype="f64"), type="f32")
-    return [pg.add(pg.mul(pg.exp(pg.neg(pg.abs(d))), leaf(40, 40)), leaf(40, 1), type="f64")]
+    return [pg.add(pg.mul(pg.exp(pg.neg(pg.abs(d))), leaf(40, 40)), leaf(40, 40, 3, dtype="f64"), type="f64")]
+
+
+def rounded_then_wide() -> list[Tensor]:
+    return [pg.sub(pg.add(leaf(40, 3, dtype="f64"), leaf(40, dtype="f64"), type="f32"), leaf(40, 3, dtype="f64"), type="f64")]
 
 
 def two_gated_units() -> list[Tensor]:
-    return [pg.add(pg.swiglu(leaf(66, 9)), pg.reglu(strided((66, 9), (4, 280, 2520, 2520)), swapped=True))]
+    return [pg.add(pg.swiglu(leaf(66, 9)), pg.reglu(strided((66, 9), (36, 4, 2376, 2376)), swapped=True))]
+
+
+def values_of_other_dims() -> list[Tensor]:
+    return [pg.mul(pg.neg(leaf(40, 3)), pg.neg(leaf(40))), pg.swiglu(pg.neg(leaf(40, 3)))]
+
+
+def one_memory_in_two_shapes() -> list[Tensor]:
+    x = leaf(40, 3)
+    return [pg.mul(pg.add(x, pg.view(x, [8])), pg.view(x, [40, 3], [160], 0))]
 
 
 def sixteen_bit_sources() -> list[Tensor]:
@@ -268,7 +281,8 @@ def a_write_before_and_elsewhere() -> list[Tensor]:
 
 GRAPHS: dict[Callable[[], list[Tensor]], int] = {  # the graph, and how many steps it takes when fused
     chain_of_bias_and_gate: 1, diamond: 1, read_twice_by_one: 1, inner_value_is_an_output: 2, inner_value_seen_through_a_view: 2, permuted_and_gaps: 1,
-    one_number: 2, repeats_in_every_dim: 1, narrow_rows: 1, decays_rounded_between: 1, two_gated_units: 1, sixteen_bit_sources: 1, sixteen_bit_value_between: 2,
+    one_number: 2, repeats_in_every_dim: 1, narrow_rows: 1, decays_rounded_between: 1, rounded_then_wide: 1, two_gated_units: 1,
+    values_of_other_dims: 4, one_memory_in_two_shapes: 1, sixteen_bit_sources: 1, sixteen_bit_value_between: 2,
     more_operands_than_a_kernel_takes: 3, whole_numbers: 2, a_write_between: 3, a_write_to_a_view_between: 4, a_write_before_and_elsewhere: 4}
 
 
@@ -408,7 +422,8 @@ class Interpreter:
             if name.startswith("load"):
                 scope[name] = self.loader(bound.name, cell)
             elif name != "store":
-                scope[name] = (lambda x, f=getattr(np, bound.name, None): np.float32(f(np.float64(x))))
+                base, _, kind = name.rpartition("_")
+                scope[name] = lambda x, f=getattr(np, base), ty=np.float32 if kind == "f32" else np.float64: ty(f(np.float64(x)))
         fn = FunctionType(launch.spec.fn.__code__, scope)
         args = [Arg(self.address(t), *t.ne, *t.nb) for t in launch.operands if t is not None]
         for i0 in range(0, launch.items, 7):
@@ -454,14 +469,17 @@ def graphs(draw: st.DrawFn) -> pg.Graph:
             case "clamp":
                 y = pg.scale(pg.clamp(a, -1.5, 1.25), 0.75, -0.5)
             case "leaf":
-                y = draw(st.sampled_from([pg.add, pg.sub, pg.mul]))(a, draw(operands(ne, False)), type=draw(st.sampled_from([None, None, "f32", "f64"])))
+                b = draw(operands(ne, False))
+                y = draw(st.sampled_from([pg.add, pg.sub, pg.mul]))(a, draw(st.sampled_from([b, pg.neg(b)])), type=draw(st.sampled_from([None, None, "f32", "f64"])))
             case "pool":
                 y = draw(st.sampled_from([pg.add, pg.sub]))(a, draw(st.sampled_from(pool)))
             case "cast":
                 y = pg.cast(a, draw(st.sampled_from(["f32", "f64", "f16"])))
             case "glu":
-                y = pg.add(a, pg.reglu(pg.tensor([2 * ne[0], *ne[1:]]), swapped=draw(st.booleans())))
+                x = draw(operands((2 * ne[0], *ne[1:]), True))
+                y = pg.add(a, pg.reglu(pg.cast(x, "f32") if x.dtype.name == "f64" else x, swapped=draw(st.booleans())))
             case "copy":
+                pool.append(pg.neg(state))
                 y = pg.cpy(pg.cast(a, "f32"), state)
             case "view":
                 y = pg.reshape(a, list(ne)) if a.is_contiguous else pg.permute(a, 0, 1, 2, 3)

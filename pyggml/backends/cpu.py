@@ -10,8 +10,8 @@ from pyggml.cpu import tape as tp
 from pyggml.cpu.compile import ARG_WORDS, HEADER_WORDS, Progress, kernels_for
 from pyggml.cpu.fuse import group, launch_of
 from pyggml.cpu.launch import Launch, launch
-from pyggml.cpu.level import check_level
-from pyggml.cpu.team import aligned, n_cores, team
+from pyggml.cpu.level import check_level, host_level
+from pyggml.cpu.team import TAPE_KERNELS, aligned, check_threads, n_cores, team
 from pyggml.errors import GraphError, KernelError, UnsupportedOp
 from pyggml.graph import Graph
 from pyggml.plan import Plan, Step, make_plan
@@ -36,7 +36,7 @@ class CpuBackend:
         self.reuse = reuse
         self.poison = poison
         self.progress = progress
-        self.team = team(self.threads)
+        check_threads(self.threads)
         self.memory = SharedMemory()
 
     def refuses(self, node: Node) -> str | None:
@@ -64,8 +64,9 @@ class CpuBackend:
         plan = make_plan(graph, choose, fuse=group if self.fuse else None, reuse=self.reuse)
         if refused:
             raise UnsupportedOp("; ".join(refused))
-        addresses = kernels_for(self.level).addresses([s.kernel.spec for s in plan.steps], self.progress)
-        return CpuRunner(self, plan, addresses)
+        specs = [s.kernel.spec for s in plan.steps]
+        kernels_for().addresses(TAPE_KERNELS if self.level != host_level() else [*specs, *TAPE_KERNELS], self.progress)  # all in one go
+        return CpuRunner(self, plan, kernels_for(self.level).addresses(specs, self.progress))
 
 
 class SharedMemory:
@@ -91,7 +92,7 @@ class CpuRunner:
 
     def __init__(self, backend: CpuBackend, plan: Plan, addresses: list[int]) -> None:
         self.plan = plan
-        self.team = backend.team
+        self.team = team(backend.threads)
         self.memory = backend.memory
         self._addresses = addresses
         self._scratch_stride = -(-plan.scratch_bytes // 64) * 64

@@ -20,7 +20,6 @@ import hashlib
 import marshal
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,11 +34,11 @@ import numpy as np
 
 from pyggml.cpu import level as cpu_level
 from pyggml.cpu.simd import Arg, Helper, Intrinsic
+from pyggml.cpu.workers import compile_jobs
 from pyggml.errors import KernelError
 
 HEADER_WORDS = 6
 ARG_WORDS = 9
-N_WORKERS = 2
 _MAGIC = b"pyggml kernel 1\n"
 # What a kernel may call outside itself. Anything else (Python's API, numba's allocator) means that it raises or allocates.
 _EXTERNAL = frozenset("memcpy memmove memset syscall sched_yield SwitchToThread clock_gettime".split()) | frozenset(
@@ -207,28 +206,15 @@ def _rebuild_entry(body: tuple[Any, ...]) -> FunctionType:
     return FunctionType(body[2], scope, body[1])
 
 
-def worker_main() -> None:
-    """A compiling process: pickled (level, folder, [(key, name, recipe)]) on stdin, one line per kernel on stdout."""
-    level, folder, jobs = pickle.load(sys.stdin.buffer)
-    _prepare_numba(level)
-    for key, recipe_bytes in jobs:
-        try:
-            symbol, code = compile_object(_unpack(recipe_bytes))
-        except KernelError as e:
-            print(f"{key} error {e}", flush=True)
-            continue
-        _write(Path(folder) / f"{key}.o", symbol, code)
-        print(f"{key} ok", flush=True)
-
-
-def _prepare_numba(level: str) -> None:
+def prepare_numba(level: str) -> None:
+    """Set the level that this process compiles for; before numba's first use."""
     cpu_level.set_target(level)
     config: Any = import_module("numba.core.config")
     config.CPU_NAME, config.CPU_FEATURES = cpu_level.numba_target(level)
     config.ENABLE_AVX = True
 
 
-def _pack(recipe: Any) -> bytes:
+def pack(recipe: Any) -> bytes:
     """Recipes hold code objects, which pickle does not take."""
     def walk(r: Any) -> Any:
         if isinstance(r, tuple) and r and r[0] == "fn":
@@ -237,7 +223,8 @@ def _pack(recipe: Any) -> bytes:
     return pickle.dumps(walk(recipe))
 
 
-def _unpack(data: bytes) -> Any:
+def unpack(data: bytes) -> Any:
+    """The recipe of `pack`'s bytes."""
     def walk(r: Any) -> Any:
         if isinstance(r, tuple) and r and r[0] == "fn":
             return ("fn", r[1], marshal.loads(r[2]), {n: walk(x) for n, x in r[3].items()})
@@ -300,7 +287,8 @@ def _intrinsics(recipe: Any) -> Iterable[tuple[Any, ...]]:
             yield from _intrinsics(r)
 
 
-def _write(path: Path, symbol: str, code: bytes) -> None:
+def write_object(path: Path, symbol: str, code: bytes) -> None:
+    """Put a compiled kernel into the cache, whole or not at all."""
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(fd, "wb") as f:
         f.write(_MAGIC + hashlib.sha256(code).hexdigest().encode() + b"\n" + symbol.encode() + b"\n" + code)
@@ -381,62 +369,13 @@ class Kernels:
 
     def _compile(self, missing: dict[str, tuple[Any, ...]], progress: Progress) -> None:
         start = time.perf_counter()
-        n_done, errors = 0, []
-        jobs = [(k, _pack(r)) for k, r in missing.items()]
+        jobs = [(k, pack(r)) for k, r in missing.items()]
         progress(0, len(jobs))
-        shares = [jobs[i::N_WORKERS] for i in range(min(N_WORKERS, len(jobs)))]
-        root = str(Path(__file__).resolve().parents[2])
-        start_worker = f"import sys; sys.path.insert(0, {root!r}); from pyggml.cpu.compile import worker_main; worker_main()"
-        workers = []
-        try:
-            for share in shares:
-                w = subprocess.Popen([sys.executable, "-c", start_worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                workers.append(w)
-                assert w.stdin is not None
-                w.stdin.write(pickle.dumps((self.level, str(self.folder), share)))
-                w.stdin.close()
-            for line in _lines(workers):
-                n_done += 1
-                key, _, outcome = line.partition(" ")
-                if outcome.startswith("error "):
-                    errors.append(outcome[6:])
-                progress(n_done, len(jobs))
-            for w in workers:
-                assert w.stderr is not None
-                tail = w.stderr.read().decode(errors="replace").strip().splitlines()
-                if w.wait() and not errors:
-                    errors.append(f"a compiling process ended with code {w.returncode}: {tail[-1] if tail else 'no message'}")
-        finally:
-            for w in workers:
-                if w.poll() is None:
-                    w.kill()
-                w.wait()
-                for pipe in (w.stdout, w.stderr):
-                    if pipe is not None:
-                        pipe.close()
+        errors = compile_jobs(self.level, self.folder, jobs, lambda done: progress(done, len(jobs)))
         if errors:
             raise KernelError("; ".join(errors))
         STATS.n_compiled += len(jobs)
         STATS.seconds += time.perf_counter() - start
-
-
-def _lines(workers: Sequence[subprocess.Popen[bytes]]) -> Iterable[str]:
-    """Lines of all workers' outputs as they come."""
-    import selectors
-    with selectors.DefaultSelector() as sel:
-        rest = dict.fromkeys(range(len(workers)), b"")
-        for i, w in enumerate(workers):
-            assert w.stdout is not None
-            sel.register(w.stdout, selectors.EVENT_READ, i)
-        while sel.get_map():
-            for event, _ in sel.select():
-                data = os.read(event.fd, 65536)
-                if not data:
-                    sel.unregister(event.fileobj)
-                    continue
-                *lines, rest[event.data] = (rest[event.data] + data).split(b"\n")
-                for line in lines:
-                    yield line.decode()
 
 
 @functools.cache
@@ -446,9 +385,13 @@ def _initialize_llvm() -> None:
     llvm.initialize_native_asmprinter()
 
 
-@functools.cache
 def kernels_for(level: str | None = None) -> Kernels:
     """The process's kernels of a level (None: the host's)."""
+    return _kernels(cpu_level.check_level(level))
+
+
+@functools.cache
+def _kernels(level: str) -> Kernels:
     return Kernels(level)
 
 

@@ -20,6 +20,16 @@ MAX_THREADS = 256
 _ENTRY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
+TAPE_KERNELS = [KernelSpec(f, raw=True) for f in (tp.run_tape, tp.serve_tape, tp.wake_all)]
+
+
+def check_threads(n: int) -> int:
+    """n, or ParamError."""
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_THREADS:
+        raise ParamError(f"threads: {n!r}; legal: 1 to {MAX_THREADS}")
+    return n
+
+
 def n_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -36,15 +46,12 @@ class Team:
     """`n_threads` threads that run tapes together. One run at a time: concurrent callers wait for each other."""
 
     def __init__(self, n_threads: int) -> None:
-        if not isinstance(n_threads, int) or not 1 <= n_threads <= MAX_THREADS:
-            raise ParamError(f"threads: {n_threads!r}; legal: 1 to {MAX_THREADS}")
-        self.n_threads = n_threads
+        self.n_threads = check_threads(n_threads)
         self._lock = threading.Lock()
         self._ctl = aligned(tp.CTL_WORDS * 8).view(np.int64)
         self._addr = self._ctl.ctypes.data
         self._dummy = np.zeros(8, np.int64)
-        run, serve = kernels_for().addresses([KernelSpec(tp.run_tape, raw=True), KernelSpec(tp.serve_tape, raw=True)])
-        self._run, self._serve = _ENTRY(run), _ENTRY(serve)
+        self._run, self._serve, self._wake = (_ENTRY(a) for a in kernels_for().addresses(TAPE_KERNELS))
         self._threads: list[threading.Thread] = []
         # More threads than cores: whoever spins only keeps the one it waits for from running.
         self._ctl[tp.SPINS] = SPIN_PAUSES if n_threads <= n_cores() else 0
@@ -81,14 +88,10 @@ class Team:
                 self._ctl[tp.QUIT] = 1
                 self._ctl[tp.N_STEPS] = 0
                 self._ctl[tp.FIRST] = 0
-                self._quit()
+                self._wake(self._dummy.ctypes.data, self._dummy.ctypes.data, self._addr, 0, self.n_threads)
                 for t in self._threads:
                     t.join()
                 self._threads = []
-
-    def _quit(self) -> None:
-        quit_entry = _ENTRY(kernels_for().addresses([KernelSpec(tp.wake_all, raw=True)])[0])
-        quit_entry(self._dummy.ctypes.data, self._dummy.ctypes.data, self._addr, 0, self.n_threads)
 
 
 @functools.cache

@@ -25,7 +25,8 @@ def scale_mins(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _affine(blocks: np.ndarray, q: np.ndarray) -> np.ndarray:
     sc, mn = scale_mins(blocks[:, 4:16])
     d, dmin = scales(blocks, 0), scales(blocks, 2)
-    return ((d * sc)[:, :, None] * q.reshape(-1, 8, 32).astype(np.float32) - (dmin * mn)[:, :, None]).reshape(-1, 256)
+    w: np.ndarray = (d * sc)[:, :, None] * q.reshape(-1, 8, 32).astype(np.float32) - (dmin * mn)[:, :, None]
+    return w.reshape(-1, 256)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:

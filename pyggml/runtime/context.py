@@ -133,7 +133,7 @@ class Context:
         for p in pieces:
             if p.seq in self._invalid:
                 raise ContextError(f"sequence {p.seq}: its last step was interrupted and its state is not usable; reset({p.seq}) first")
-        self._check_room(pieces)
+        self._check_room([(p.seq, len(p.tokens)) for p in pieces])
         found: dict[int, np.ndarray] = {}
         finished = False
         try:
@@ -145,15 +145,15 @@ class Context:
                 self._invalid.update(p.seq for p in pieces)
         return found
 
-    def _check_room(self, pieces: list[Piece]) -> None:
+    def _check_room(self, counts: list[tuple[int, int]]) -> None:
+        """ContextError unless so many more tokens of each sequence fit: [(seq, n), ...]."""
         mem = self.memory
-        if mem.shape.has_attention:
-            total = sum(len(p.tokens) for p in pieces)
-            if total > mem.room():
-                raise ContextError(f"the context is full: {total} tokens given, {mem.room()} of {self.n_ctx} cells are free; give a larger n_ctx or reset")
-        for p in pieces:
-            if mem.n_past[p.seq] + len(p.tokens) > self.n_ctx:
-                raise ContextError(f"the context is full: sequence {p.seq} has {mem.n_past[p.seq]} tokens, {len(p.tokens)} given, n_ctx is {self.n_ctx}; "
+        total = sum(n for _, n in counts)
+        if mem.shape.has_attention and total > mem.room():
+            raise ContextError(f"the context is full: {total} tokens given, {mem.room()} of {self.n_ctx} cells are free; give a larger n_ctx or reset")
+        for seq, n in counts:
+            if mem.n_past[seq] + n > self.n_ctx:
+                raise ContextError(f"the context is full: sequence {seq} has {mem.n_past[seq]} tokens, {n} given, n_ctx is {self.n_ctx}; "
                                    "give a larger n_ctx or reset")
 
     def _run(self, mem: Memory, ub: Ubatch, found: dict[int, np.ndarray]) -> None:
@@ -209,6 +209,7 @@ class Context:
     def prepare(self, n_tokens: int, seq: int = 0) -> None:
         """Make the plans that a prompt of n_tokens and the tokens predicted after it need, so that nothing is compiled later."""
         mem, done = self.memory, 0
+        self._check_room([(self._check_seq(seq), n_tokens)])
         start = mem.n_past[self._check_seq(seq)]
         used = self.n_ctx - mem.room() if mem.shape.has_attention else start
         for n in [*[min(self.n_ubatch, n_tokens - i) for i in range(0, n_tokens, self.n_ubatch)], 1]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-import pyggml.ops.attention.defs  # noqa: F401 - a process that compiles imports this module alone, and kernels need their ops
 from pyggml.cpu.mathf import INF, exp
 from pyggml.cpu.simd import (
     F0,

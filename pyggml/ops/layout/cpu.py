@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pyggml.ops.layout.defs  # noqa: F401 - a process that compiles imports this module alone, and kernels need their ops
 from pyggml.cpu.simd import LOAD as LOADS
 from pyggml.cpu.simd import STORE as STORES
 from pyggml.cpu.simd import Helper, Intrinsic, at, copy_bytes, element, helper, ld_i32, narrow, st_f32, st_i32, stw, zero_bytes

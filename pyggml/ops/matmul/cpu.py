@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pyggml.ops.matmul.defs  # noqa: F401  (a compiling process imports this module alone, for its intrinsics)
 from pyggml.cpu.simd import LOAD, Helper, at, helper, intrinsic, ld_f32, st_f32, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, store_floats, sums_of_lanes, transpose_16x16, wide_registers
 from pyggml.dtypes import F32
@@ -164,9 +163,8 @@ def _scratch(node: Node) -> int:
 
 def _binds(node: Node) -> dict[str, Any]:
     a, b = _ab(node)
-    one = node.out.ne[1] == 1
-    return {"dots": dots_16x1 if one else dots_4x4, "ROWS": 16 if one else 4, "COLS": 1 if one else 4, "PACK_A": not _is_plain(a), "PACK_B": not _is_plain(b),
-            "pack_a": _packer(a), "pack_b": _packer(b)}
+    tile = {"dots": dots_16x1, "ROWS": 16, "COLS": 1} if node.out.ne[1] == 1 else {"dots": dots_4x4, "ROWS": 4, "COLS": 4}
+    return {**tile, "PACK_A": not _is_plain(a), "PACK_B": not _is_plain(b), "pack_a": _packer(a), "pack_b": _packer(b)}
 
 
 dots: Callable[..., None] = dots_4x4

@@ -39,7 +39,8 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
     require(a.ne[0] == b.ne[0], "MUL_MAT", f"a has ne {list(a.ne)} and b {list(b.ne)}; dim 0 must be the same K")
     for d in (2, 3):
         require(b.ne[d] % a.ne[d] == 0, "MUL_MAT", f"a has ne {list(a.ne)} and b {list(b.ne)}; in dim {d}, {a.ne[d]} must divide {b.ne[d]}")
-    require(not a.dtype.is_quantized or a.rows_contiguous, "MUL_MAT", f"a is {a.dtype.name} with nb {list(a.nb)}; blocks of a row must follow each other")
+    require(not a.dtype.is_quantized or a.rows_contiguous, "MUL_MAT",
+            f"a is {a.dtype.name} with nb {list(a.nb)}; blocks of a row must follow each other")
     return out(F32, a.ne[1], b.ne[1], b.ne[2], b.ne[3])
 
 
@@ -47,7 +48,8 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
 def _mul_mat(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     for axis in (0, 1):
         a = np.repeat(a, b.shape[axis] // a.shape[axis], axis=axis)
-    return b @ np.swapaxes(a, -1, -2)
+    product: np.ndarray = b @ np.swapaxes(a, -1, -2)
+    return product
 
 
 @mul_mat.cost
@@ -57,7 +59,8 @@ def _mul_mat_cost(node: Node) -> Cost:
     return Cost(2.0 * node.out.n_elements * b.ne[0], default_bytes(node))
 
 
-def _operands(dt: DType, m: int, n: int, k: int, bs: Sequence[int] = (1, 1), nr: Sequence[int] = (1, 1), per: Sequence[int] = (0, 1, 2, 3)) -> tuple[Leaf, Leaf]:
+def _operands(dt: DType, m: int, n: int, k: int, bs: Sequence[int] = (1, 1), nr: Sequence[int] = (1, 1),
+              per: Sequence[int] = (0, 1, 2, 3)) -> tuple[Leaf, Leaf]:
     """a and b of test-backend-ops: batch of a `bs`, of b `nr` times that; `per` is the order of dims in memory."""
     a, b = (k, m, *bs), (k, n, bs[0] * nr[0], bs[1] * nr[1])
     perm = None if tuple(per) == (0, 1, 2, 3) else per

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyggml.ops.norm.defs  # noqa: F401 - kernels need their ops
 from pyggml.cpu.simd import ld_f32, narrow, sqrt64, st_f32, wide
 from pyggml.ops.reduce.cpu import bind_row, row_address, row_in_place, row_scratch, row_squares, row_sum
 from pyggml.registry import kernel

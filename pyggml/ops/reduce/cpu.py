@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pyggml.ops.reduce.defs  # noqa: F401 - a process that compiles imports this module alone, and kernels need their ops
 from pyggml.cpu.simd import STORE, at, element, helper, intrinsic, ld_f32, ld_f64, narrow, st_f32, st_f64, wide
 from pyggml.dtypes import F64
 from pyggml.registry import kernel

@@ -13,17 +13,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyggml.ops.ssm.defs  # noqa: F401  (a compiling process imports this module alone, for its intrinsics)
 from pyggml.cpu.mathf import exp, softplus
 from pyggml.cpu.simd import LOAD, at, copy_bytes, helper, intrinsic, ld_f32, ld_i32, st_f32, stw, zero_bytes
-from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
+from pyggml.cpu.vector import (
+    LANES,
+    float_constant,
+    load_floats,
+    loop,
+    multiply_add,
+    splat,
+    store_floats,
+    sums_of_lanes,
+    transpose_16x16,
+    wide_registers,
+)
 from pyggml.registry import kernel
 from pyggml.tensor import Node
 
 CHANNELS, TIMES = 64, 64  # of an SSM_CONV item
 TIME_ROW = (TIMES + 16) * 4  # bytes of a channel's times in scratch: no power of two, whose rows would share cache sets
 TOKENS = 16  # of a block of SSM_SCAN
-D_STATE, HEAD_DIM, IN_PLACE = 16, 16, True  # bound to the node's
+D_STATE, IN_PLACE = 16, True  # bound to the node's: a constant row size makes the rows' offsets part of the instructions
 
 
 # -- SSM_CONV -------------------------------------------------------------------------------------------------------------
@@ -177,7 +187,7 @@ def _scan_binds(node: Node) -> dict[str, Any]:
     s, _, _, _, b, c, _ = node.src
     assert s is not None and b is not None and c is not None
     whole = s.ne[0] % LANES == 0 and s.ne[1] % LANES == 0 and s.nb[:2] == (4, 4 * s.ne[0])
-    return {"D_STATE": _padded(s.ne[0]), "HEAD_DIM": _padded(s.ne[1]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4}
+    return {"D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4}
 
 
 @helper
@@ -213,12 +223,14 @@ def dead_head(y: Any, state: Any, head: Any, seq: Any) -> Any:
 
 
 @kernel("SSM_SCAN", "cpu", items=_scan_items, chunk=_scan_chunk, bind=_scan_binds, scratch=_scan_scratch, status=True)
-def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, ids: Any, status: Any, scratch: Any, i0: Any, i1: Any) -> None:
+def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, ids: Any,
+                   status: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """The state of an item stands in the output (the first token reads s), or padded in scratch unless IN_PLACE. x and y
     pass through scratch in blocks of tokens: their rows are far apart, and a lone store that misses the cache would hold
     up those of the state."""
-    xdt, yt = at(scratch, 8 * TOKENS), at(scratch, 8 * TOKENS + 4 * TOKENS * HEAD_DIM)
-    bt = at(yt, 4 * TOKENS * HEAD_DIM)
+    head_dim = (s.ne1 + LANES - 1) // LANES * LANES
+    xdt, yt = at(scratch, 8 * TOKENS), at(scratch, 8 * TOKENS + 4 * TOKENS * head_dim)
+    bt = at(yt, 4 * TOKENS * head_dim)
     ct, padded = at(bt, 4 * D_STATE), at(bt, 8 * D_STATE)
     for item in range(i0, i1):
         seq, head = item // s.ne2, item % s.ne2
@@ -232,14 +244,14 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
         src, result = at(s.p, head * s.nb2 + row * s.nb3), at(state.p, head * state.nb2 + seq * state.nb3)
         h = result if IN_PLACE else padded
         if not IN_PLACE:
-            zero_bytes(h, 4 * HEAD_DIM * D_STATE)
+            zero_bytes(h, 4 * head_dim * D_STATE)
             for p in range(s.ne1):
                 gather(at(h, p * D_STATE * 4), at(src, p * s.nb1), s.ne0, s.nb0, D_STATE)
             src = h
         for t0 in range(0, x.ne2, TOKENS):
             n = min(TOKENS, x.ne2 - t0)
             load_tokens(scratch, at(dt.p, head * dt.nb0 + t0 * dt.nb1 + seq * dt.nb2), dt.nb1, rate,
-                        at(x.p, head * x.nb1 + t0 * x.nb2 + seq * x.nb3), x.nb0, x.nb2, x.ne0, HEAD_DIM, n)
+                        at(x.p, head * x.nb1 + t0 * x.nb2 + seq * x.nb3), x.nb0, x.nb2, x.ne0, head_dim, n)
             for t in range(n):
                 b_t = at(b.p, group * b.nb1 + (t0 + t) * b.nb2 + seq * b.nb3)
                 c_t = at(c.p, group * c.nb1 + (t0 + t) * c.nb2 + seq * c.nb3)
@@ -247,13 +259,13 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
                     gather(bt, b_t, s.ne0, b.nb0, D_STATE)
                     gather(ct, c_t, s.ne0, c.nb0, D_STATE)
                     b_t, c_t = bt, ct
-                for p in range(0, HEAD_DIM, LANES):
-                    place = 4 * (t * HEAD_DIM + p)
+                for p in range(0, head_dim, LANES):
+                    place = 4 * (t * head_dim + p)
                     scan_16_rows(at(h, p * D_STATE * 4), at(src, p * D_STATE * 4), D_STATE * 4, b_t, c_t, at(xdt, place),
                                  ld_f32(scratch, TOKENS + t), at(yt, place))
                 src = h
             for t in range(n):
-                copy_bytes(at(y.p, head * y.nb1 + (t0 + t) * y.nb2 + seq * y.nb3), at(yt, 4 * t * HEAD_DIM), y.ne0 * 4)
+                copy_bytes(at(y.p, head * y.nb1 + (t0 + t) * y.nb2 + seq * y.nb3), at(yt, 4 * t * head_dim), y.ne0 * 4)
         if not IN_PLACE:
             for p in range(s.ne1):
                 copy_bytes(at(result, p * state.nb1), at(h, p * D_STATE * 4), s.ne0 * 4)

@@ -10,7 +10,7 @@ from pyggml.cases import Case, Leaf, case, f32, i32, leaf, perf, uniform
 from pyggml.dtypes import BF16, F16, F32, I32
 from pyggml.errors import KernelError, ParamError
 from pyggml.registry import Cost, Spec, default_bytes, op, out, require, require_type
-from pyggml.tensor import Node, Tensor
+from pyggml.tensor import Node, Tensor, shape4
 
 
 @op("SSM_CONV", inputs="sx c", limit=1e-13)
@@ -37,7 +37,8 @@ def ssm_conv(sx: Tensor, c: Tensor, *, n_t: int | None = None) -> Spec:
     require(c.ne == (d_conv, d_inner, 1, 1), "SSM_CONV", f"c has ne {list(c.ne)}; it must be [d_conv, {d_inner}], sx's channels")
     n_tok = window - d_conv + 1
     require(n_tok >= 1, "SSM_CONV", f"sx has ne {list(sx.ne)}; dim 0 must hold at least one window of d_conv {d_conv}")
-    require(n_t is None or (isinstance(n_t, int) and n_t >= n_tok), "SSM_CONV", f"n_t {n_t!r}; legal: None or at least the {n_tok} tokens of sx", ParamError)
+    require(n_t is None or (isinstance(n_t, int) and n_t >= n_tok), "SSM_CONV",
+            f"n_t {n_t!r}; legal: None or at least the {n_tok} tokens of sx", ParamError)
     return out(F32, d_inner, n_tok if n_t is None else n_t, n_seqs)
 
 
@@ -105,19 +106,24 @@ def ssm_scan(s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, 
     d_state, head_dim, n_head, _ = s.ne
     n_tok, n_seqs = x.ne[2:]
     n_group = B.ne[1]
-    require(x.ne[:2] == (head_dim, n_head), "SSM_SCAN", f"x has ne {list(x.ne)}; s has head_dim {head_dim}, n_head {n_head}: x must be [{head_dim}, {n_head}, n_tok, n_seqs]")
-    require(dt.ne == (n_head, n_tok, n_seqs, 1), "SSM_SCAN", f"dt has ne {list(dt.ne)}; it must be [{n_head}, {n_tok}, {n_seqs}]: n_head, n_tok, n_seqs")
-    require(A.ne[0] == 1 or A.ne != (d_state, n_head, 1, 1), "SSM_SCAN", f"A has ne {list(A.ne)}, a decay per state entry (Mamba-1); legal: [1, {n_head}], one per head")
+    require(x.ne[:2] == (head_dim, n_head), "SSM_SCAN",
+            f"x has ne {list(x.ne)}; s has head_dim {head_dim}, n_head {n_head}: x must be [{head_dim}, {n_head}, n_tok, n_seqs]")
+    require(dt.ne == (n_head, n_tok, n_seqs, 1), "SSM_SCAN",
+            f"dt has ne {list(dt.ne)}; it must be [{n_head}, {n_tok}, {n_seqs}]: n_head, n_tok, n_seqs")
+    require(A.ne[0] == 1 or A.ne != (d_state, n_head, 1, 1), "SSM_SCAN",
+            f"A has ne {list(A.ne)}, a decay per state entry (Mamba-1); legal: [1, {n_head}], one per head")
     require(A.ne == (1, n_head, 1, 1), "SSM_SCAN", f"A has ne {list(A.ne)}; it must be [1, {n_head}], one decay per head")
     require(n_head % n_group == 0, "SSM_SCAN", f"B has ne {list(B.ne)}: n_group {n_group} must divide n_head {n_head}")
     for name, t in (("B", B), ("C", C)):
-        require(t.ne == (d_state, n_group, n_tok, n_seqs), "SSM_SCAN", f"{name} has ne {list(t.ne)}; it must be [{d_state}, {n_group}, {n_tok}, {n_seqs}]: d_state, n_group, n_tok, n_seqs")
+        require(t.ne == (d_state, n_group, n_tok, n_seqs), "SSM_SCAN",
+                f"{name} has ne {list(t.ne)}; it must be [{d_state}, {n_group}, {n_tok}, {n_seqs}]: d_state, n_group, n_tok, n_seqs")
     require(ids.ne == (n_seqs, 1, 1, 1), "SSM_SCAN", f"ids has ne {list(ids.ne)}; it must be [{n_seqs}], one row of s per sequence")
     return out(F32, head_dim, n_head, n_tok, n_seqs), out(F32, d_state, head_dim, n_head, n_seqs)
 
 
 @ssm_scan.reference
-def _ssm_scan(s: np.ndarray, x: np.ndarray, dt: np.ndarray, A: np.ndarray, B: np.ndarray, C: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ssm_scan(s: np.ndarray, x: np.ndarray, dt: np.ndarray, A: np.ndarray, B: np.ndarray, C: np.ndarray,
+              ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     n_tok, n_head = x.shape[1:3]
     rows = ids.reshape(-1)
     bad = rows[(rows < 0) | (rows >= len(s))]
@@ -151,14 +157,15 @@ def _scan(d_state: int, head_dim: int, n_head: int, n_group: int, n_tok: int, n_
     def view(*ne: int, lo: float = -1.0, hi: float = 1.0) -> Leaf:
         if not row:
             return f32(*ne, lo=lo, hi=hi)
-        inner = ne[:-2]
-        nb = [4, 4 * inner[0], 4 * row, 4 * row * n_tok] if len(inner) == 2 else [4, 4 * row, 4 * row * n_tok, 4 * row * n_tok * n_seqs]
-        return Leaf(F32, (*ne, 1)[:4], (nb[0], nb[1], nb[2], nb[3]), uniform(lo, hi))
+        per_token, per_seq = 4 * row, 4 * row * n_tok
+        nb = (4, 4 * ne[0], per_token, per_seq) if len(ne) == 4 else (4, per_token, per_seq, per_seq * n_seqs)
+        return Leaf(F32, shape4(ne), nb, uniform(lo, hi))
 
     decay = f32(1, n_head, lo=-0.02, hi=-0.005) if weak else f32(1, n_head, lo=-1.0, hi=-0.5)
     n_rows = n_rows or n_seqs
-    return case(f32(d_state, head_dim, n_head, n_rows), view(head_dim, n_head, n_tok, n_seqs), view(n_head, n_tok, n_seqs, lo=-4.0, hi=2.0), decay,
-                view(d_state, n_group, n_tok, n_seqs), view(d_state, n_group, n_tok, n_seqs), i32(n_seqs, hi=n_rows, unique=True), perf=timed, note=note)
+    x, dt, s = view(head_dim, n_head, n_tok, n_seqs), view(n_head, n_tok, n_seqs, lo=-4.0, hi=2.0), f32(d_state, head_dim, n_head, n_rows)
+    bc = view(d_state, n_group, n_tok, n_seqs)
+    return case(s, x, dt, decay, bc, bc, i32(n_seqs, hi=n_rows, unique=True), perf=timed, note=note)
 
 
 @ssm_scan.cases

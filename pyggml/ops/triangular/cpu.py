@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyggml.ops.triangular.defs  # noqa: F401 - kernels need their ops
 from pyggml.cpu.simd import LOAD, STORE, at, narrow, st_f32
 from pyggml.dtypes import F64
 from pyggml.ops.reduce.cpu import as_f64, load_next, load_strided
