@@ -40,7 +40,7 @@ def test_run_writes_the_golden_words(form: str) -> None:
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().startswith(GREEDY_SHORT)
     err = done.stderr.decode()
-    for part in ("compile  ", "load     ", "prompt   5 tokens, ", "first    ", "eval     5 tokens, ", "memory   weights 6.2 MiB, kv "):
+    for part in ("compile  ", "load     ", "prompt   4 tokens, ", "first    ", "eval     5 tokens, ", "memory   weights 6.2 MiB, kv "):
         assert part in err, err
 
 

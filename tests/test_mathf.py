@@ -124,7 +124,7 @@ SPECIAL: dict[str, list[tuple[float, float]]] = {
     "sigmoid": [(0.0, 0.5), (-np.inf, 0.0), (np.inf, 1.0), (-1e30, 0.0), (1e30, 1.0)],
     "silu": [(0.0, 0.0), (-0.0, -0.0), (np.inf, np.inf), (-np.inf, 0.0), (1e30, 1e30), (-1e30, 0.0), (1e-40, 5e-41)],
     "gelu": [(0.0, 0.0), (-0.0, -0.0), (np.inf, np.inf), (-np.inf, 0.0), (1e30, 1e30), (-1e30, 0.0)],
-    "softplus": [(-np.inf, 0.0), (np.inf, np.inf), (20.0, 20.0), (20.000002, 20.000002), (89.0, 89.0), (150.0, 150.0), (1e30, 1e30), (-20.0, 2.0611537e-9), (-110.0, 0.0)],
+    "softplus": [(-np.inf, 0.0), (np.inf, np.inf), (20.0, 20.0), (20.000002, 20.000002), (89.0, 89.0), (1e30, 1e30), (-20.0, 2.0611537e-9), (-110.0, 0.0)],
 }
 
 
@@ -155,7 +155,9 @@ def test_every_level_gives_the_same_bits(level: str, log1p: OpDef) -> None:
 @pytest.mark.parametrize("name", ["exp", "expm1", "log", "log1p", "sigmoid", "silu", "tanh", "softplus", "gelu"])
 def test_loops_become_vectors_and_nothing_widens(name: str) -> None:
     numba = pytest.importorskip("numba")
-    fn = _rebuild(_recipe(getattr(mathf, name)), _njit)
+    recipe = _recipe(getattr(mathf, name))
+    assert recipe is not None
+    fn = _rebuild(recipe, _njit)
 
     @numba.njit("void(float32[::1], float32[::1])", error_model="numpy")
     def loop(x: np.ndarray, y: np.ndarray) -> None:

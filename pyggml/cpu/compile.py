@@ -193,11 +193,19 @@ def compile_object(recipe: tuple[Any, ...]) -> tuple[str, bytes]:
         result = compiler.compile_extra(target.typing_context, target.target_context, entry, (types.int64,) * 3, types.none, flags, {})
     except NumbaError as e:
         raise KernelError(f"{body[1]}: {' '.join(str(e).split())[:1500]}") from e
-    module = result.library._final_module
+    module = _optimized(result.library)
     alien = sorted(f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.") and f.name not in _EXTERNAL)
     if alien:
         raise KernelError(f"{body[1]}: calls {', '.join(alien)}; a kernel must not raise, allocate or call Python")
-    return result.fndesc.llvm_func_name, result.library._get_compiled_object()
+    return result.fndesc.llvm_func_name, result.library._codegen._tm.emit_object(module)
+
+
+def _optimized(library: Any) -> Any:
+    """The linked module of a library after LLVM's full pipeline."""
+    module = library._final_module
+    passes, builder = library._codegen._module_pass_manager()
+    passes.run(module, builder)
+    return module
 
 
 def _rebuild_entry(body: tuple[Any, ...]) -> FunctionType:
@@ -212,6 +220,11 @@ def prepare_numba(level: str) -> None:
     config: Any = import_module("numba.core.config")
     config.CPU_NAME, config.CPU_FEATURES = cpu_level.numba_target(level)
     config.ENABLE_AVX = True
+    # This process only writes object files. numba would optimize and emit every helper by itself first and load it; all that
+    # is needed is to optimize the kernel with its helpers linked in, once (compile_object).
+    codegen: Any = import_module("numba.core.codegen")
+    codegen.CPUCodeLibrary._optimize_final_module = lambda self: None
+    codegen.JITCodeLibrary._finalize_specific = lambda self: None
 
 
 def pack(recipe: Any) -> bytes:

@@ -31,8 +31,7 @@ from pyggml.graph import Graph
 from pyggml.plan import Step, single_steps
 from pyggml.tensor import Node, Tensor, shape4
 
-MAX_OPERANDS = 8
-MAX_NODES = 32
+MAX_OPERANDS, MAX_NODES = 8, 32  # of one kernel: with more, LLVM's checks for overlapping operands and its registers run out
 _FUNCTIONS: dict[str, dict[str, Any]] = {
     "f32": {"sqrt": simd.sqrt, "abs": simd.fabs, "floor": simd.floor} | {
         n: getattr(mathf, n) for n in ("exp", "expm1", "log", "log1p", "sigmoid", "silu", "tanh", "softplus", "gelu")},

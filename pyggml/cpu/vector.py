@@ -1,6 +1,6 @@
 """Vectors for builders of intrinsics: loads and stores of any width, loops that carry vectors in registers, and the
-sums of 16 lanes that matrix products and scans end in. All functions write LLVM IR; none is called by kernels itself,
-except `transpose_16x16`."""
+sums of 16 lanes that matrix products and scans end in. All write LLVM IR and are called by builders alone,
+but for `transpose_16x16`, which kernels call."""
 
 from __future__ import annotations
 
