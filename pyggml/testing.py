@@ -77,7 +77,8 @@ def fabricate(arch: str, path: str | os.PathLike[str], *, seed: int = 0, drop: t
     """Write a tiny GGUF of an architecture with random float32 weights that keep activations sane and a byte-level vocabulary.
 
     `overrides` replace hyperparameters by their keys without the architecture (dots as `__`: `ssm__group_count=1`; None drops
-    the key); `drop` leaves tensors out, `extra` adds some, `metadata` adds or replaces whole keys at the end, also by what contradicts the tensors. The architecture's own
+    the key); `drop` leaves tensors out, `extra` adds some, `metadata` adds or replaces whole keys at the end, also by what
+    contradicts the tensors. The architecture's own
     tables say which tensors there are.
     """
     from importlib import import_module

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def pyggml(*args: str, stdin: str | bytes = "", cwd: Path = ROOT) -> subprocess.CompletedProcess[bytes]:
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    return subprocess.run([sys.executable, "-m", "pyggml", *args], input=data, capture_output=True, cwd=cwd, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "pyggml", *args], input=data, capture_output=True, cwd=cwd, check=False, env=env)
 
 
 def fails(code: int, match: str, *args: str, stdin: str | bytes = "") -> None:
@@ -47,7 +48,8 @@ def test_run_writes_the_golden_words(form: str) -> None:
 def test_prompt_from_file_stdin_and_seed(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("Captain Wentworth had", encoding="utf-8")
     base = ("-n", "8", "--seed", "42")
-    outs = [pyggml("run", "-f", str(tmp_path / "p.txt"), *base), pyggml("run", *base, stdin="Captain Wentworth had"), pyggml("run", "-p", "Captain Wentworth had", *base)]
+    text = "Captain Wentworth had"
+    outs = [pyggml("run", "-f", str(tmp_path / "p.txt"), *base), pyggml("run", *base, stdin=text), pyggml("run", "-p", text, *base)]
     assert len({o.stdout for o in outs}) == 1 and outs[0].stdout.startswith(b"Captain Wentworth had")
     only = pyggml("run", "-p", "Captain Wentworth had", *base, "--no-display-prompt")
     assert outs[0].stdout == b"Captain Wentworth had" + only.stdout
@@ -55,7 +57,8 @@ def test_prompt_from_file_stdin_and_seed(tmp_path: Path) -> None:
 
 def test_options_change_nothing_that_they_should_not() -> None:
     base = ("run", "-p", "Captain Wentworth had been in the", "-n", "8", "--temp", "0")
-    outs = {pyggml(*base, *extra).stdout for extra in ((), ("-t", "1"), ("-ub", "2"), ("-c", "64"), ("--mamba2", "ssd", "--chunk", "3"), ("--mamba2", "ssd", "--chunk", "none"))}
+    ssd = ("--mamba2", "ssd", "--chunk")
+    outs = {pyggml(*base, *extra).stdout for extra in ((), ("-t", "1"), ("-ub", "2"), ("-c", "64"), (*ssd, "3"), (*ssd, "none"))}
     assert len(outs) == 1
 
 

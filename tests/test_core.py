@@ -200,7 +200,8 @@ def test_a_script_with_its_own_op_runs(tmp_path: Path, root: Path) -> None:
     readme = (root / "README.md").read_text(encoding="utf-8")
     block = readme.split("<!-- own-op -->")[1].split("```python\n")[1].split("```")[0]
     (tmp_path / "own.py").write_text(block, encoding="utf-8")
-    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(root), "PATH": "", "HOME": str(tmp_path)}, check=False)
+    env = {"PYTHONPATH": str(root), "PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr
 
 

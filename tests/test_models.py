@@ -171,7 +171,8 @@ def test_a_users_function_in_place_of_the_layer(tmp_path: Path) -> None:
 
 # -- the layer on plain tensors ---------------------------------------------------------------------------------------------
 
-def layer(n: int, seqs: int, groups: int, form: str, chunk: int | str | None = None, *, seed: int = 0, weak: bool = False) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def layer(n: int, seqs: int, groups: int, form: str, chunk: int | str | None = None, *, seed: int = 0,
+          weak: bool = False) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """mamba2_layer on random tensors, and the float64 recurrence: [y, conv, ssm] each."""
     rng = np.random.default_rng(seed)
     d_state, n_head, d_inner, n_embd = 16, 4, 32, 24
@@ -179,7 +180,8 @@ def layer(n: int, seqs: int, groups: int, form: str, chunk: int | str | None = N
     w = {"ssm_in.weight": rng.normal(0, n_embd ** -0.5, (d_inner + conv_dim + n_head, n_embd)), "ssm_conv1d.weight": rng.normal(0, 0.5, (conv_dim, 4)),
          "ssm_conv1d.bias": rng.normal(0, 0.5, conv_dim), "ssm_dt.bias": rng.normal(-1, 0.5, n_head),
          "ssm_a": -rng.uniform(*((0.005, 0.02) if weak else (0.5, 1.0)), (n_head, 1)),
-         "ssm_d": rng.normal(0, 1, (n_head, 1)), "ssm_norm.weight": rng.uniform(0.5, 1.5, (groups, d_inner // groups)), "ssm_out.weight": rng.normal(0, 0.2, (n_embd, d_inner))}
+         "ssm_d": rng.normal(0, 1, (n_head, 1)), "ssm_norm.weight": rng.uniform(0.5, 1.5, (groups, d_inner // groups)),
+         "ssm_out.weight": rng.normal(0, 0.2, (n_embd, d_inner))}
     w = {k: v.astype(np.float32) for k, v in w.items()}
     x = rng.normal(0, 1, (seqs, n, n_embd)).astype(np.float32)
     conv = rng.normal(0, 1, (seqs, conv_dim, 3)).astype(np.float32)
@@ -236,18 +238,21 @@ ONE = np.ones((1, 32), np.float32)
 
 
 @pytest.mark.parametrize(("match", "kw"), [
-    pytest.param("missing: blk.1.ssm_d; unread: v.extra.weight", {"drop": ("blk.1.ssm_d",), "extra": {"v.extra.weight": ONE}, "arch": "mamba2"}, id="f82-missing-and-unread"),
+    pytest.param("missing: blk.1.ssm_d; unread: v.extra.weight", {"drop": ("blk.1.ssm_d",), "extra": {"v.extra.weight": ONE}, "arch": "mamba2"},
+                 id="f82-missing-and-unread"),
     pytest.param("unread: blk.1.ffn_up.scale", {"extra": {"blk.1.ffn_up.scale": ONE}}, id="f86-companion-tensor"),
     pytest.param("unread: blk.2.ffn_latent_down.weight", {"extra": {"blk.2.ffn_latent_down.weight": ONE}}, id="f107-latent-projection"),
-    pytest.param(r"blk.0.ssm_out.weight: ne \[32, 32\], expected \[64, 32\]", {"drop": ("blk.0.ssm_out.weight",), "extra": {"blk.0.ssm_out.weight": np.ones((32, 32), np.float32)}},
-                 id="misshapen"),
+    pytest.param(r"blk.0.ssm_out.weight: ne \[32, 32\], expected \[64, 32\]",
+                 {"drop": ("blk.0.ssm_out.weight",), "extra": {"blk.0.ssm_out.weight": np.ones((32, 32), np.float32)}}, id="misshapen"),
     pytest.param("head_count_kv: found ndarray of 3; legal: a whole number, or an array of 4",
                  {"metadata": {"nemotron_h.attention.head_count_kv": np.array([0, 0, 2], np.int32)}}, id="f83-array-of-wrong-length"),
     pytest.param("expert_count: found 8; routed experts", {"arch": "granitehybrid", "expert_count": 8}, id="experts"),
-    pytest.param("general.architecture: found 'llama'; legal: granitehybrid, mamba2, nemotron_h", {"metadata": {"general.architecture": "llama"}}, id="architecture"),
+    pytest.param("general.architecture: found 'llama'; legal: granitehybrid, mamba2, nemotron_h", {"metadata": {"general.architecture": "llama"}},
+                 id="architecture"),
     pytest.param("ssm.group_count: found 0; legal: a number above 0", {"metadata": {"nemotron_h.ssm.group_count": 0}}, id="zero-groups"),
     pytest.param("head_count_kv 3 must divide head_count 4", {"attention__head_count_kv": np.array([0, 0, 3, 0], np.int32)}, id="kv-heads"),
-    pytest.param("rope.scaling.type: found 'yarn'; legal: none, linear", {"arch": "granitehybrid", "rope__scaling__finetuned": True, "rope__scaling__type": "yarn"}, id="yarn"),
+    pytest.param("rope.scaling.type: found 'yarn'; legal: none, linear",
+                 {"arch": "granitehybrid", "rope__scaling__finetuned": True, "rope__scaling__type": "yarn"}, id="yarn"),
     pytest.param("block_count: found 0", {"metadata": {"nemotron_h.block_count": 0}}, id="no-layers"),
     pytest.param("eps|epsilon: found '1e-5'; legal: a finite number", {"metadata": {"nemotron_h.attention.layer_norm_rms_epsilon": "1e-5"}}, id="eps-as-text"),
 ])
@@ -267,8 +272,8 @@ def test_fault_87_required_keys_fail_by_name(tmp_path: Path) -> None:
 
 def test_fault_83_scalar_where_an_array_was(tmp_path: Path) -> None:
     fabricate("granitehybrid", tmp_path / "a.gguf", attention__head_count_kv=2)
-    fabricate("granitehybrid", tmp_path / "b.gguf", attention__head_count_kv=np.array([2, 2, 2], np.int32), attention__head_count=np.array([4, 4, 4], np.uint32),
-              feed_forward_length=np.array([48, 48, 48], np.int32))
+    fabricate("granitehybrid", tmp_path / "b.gguf", attention__head_count_kv=np.array([2, 2, 2], np.int32),
+              attention__head_count=np.array([4, 4, 4], np.uint32), feed_forward_length=np.array([48, 48, 48], np.int32))
     assert np.array_equal(logits_of(tmp_path / "a.gguf"), logits_of(tmp_path / "b.gguf"))
 
 

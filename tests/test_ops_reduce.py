@@ -216,7 +216,8 @@ def test_nan_stays_in_its_row_and_behind_itself() -> None:
 def test_tri_keeps_the_bits_of_every_type() -> None:
     rng = np.random.default_rng(7)
     inside = np.tri(5, 4, dtype=bool)
-    whole: dict[str, np.ndarray] = {"f64": rng.normal(size=(5, 4)), "f16": rng.normal(size=(5, 4)).astype(np.float16), "bf16": rng.integers(0, 2**14, (5, 4)).astype(np.uint16)}
+    x = rng.normal(size=(5, 4))
+    whole: dict[str, np.ndarray] = {"f64": x, "f16": x.astype(np.float16), "bf16": rng.integers(0, 2**14, (5, 4)).astype(np.uint16)}
     got = pg.compute([pg.tri(pg.tensor(values, dtype), "lower_diag") for dtype, values in whole.items()])
     for (dtype, values), g in zip(whole.items(), got, strict=True):
         assert np.array_equal(g, np.where(inside, bf16_to_f32(values) if dtype == "bf16" else values, 0))

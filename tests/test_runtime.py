@@ -233,7 +233,10 @@ def test_fault_17_18_dead_memory_does_not_leak(tiny: dict[str, Model], form: str
         assert np.array_equal(dirty.decode(small(21), 1, all_logits=True), want)
 
 
-@pytest.mark.parametrize("types", ({"type_k": "f16", "type_v": "f16"}, {"type_k": "bf16", "type_v": "bf16"}, {"type_s": "f16"}, {"type_s": "bf16", "type_r": "bf16"}), ids=str)
+NARROW = ({"type_k": "f16", "type_v": "f16"}, {"type_k": "bf16", "type_v": "bf16"}, {"type_s": "f16"}, {"type_s": "bf16", "type_r": "bf16"})
+
+
+@pytest.mark.parametrize("types", NARROW, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_narrow_caches_and_states(demo: Model, types: dict[str, str], form: str) -> None:
     want = demo.context(mamba2=form, **F32_CACHE).decode(IDS[:100])
@@ -286,7 +289,8 @@ def test_split_equal_is_rectangular() -> None:
 def test_bad_arguments(tiny: dict[str, Model]) -> None:
     model = tiny["granitehybrid"]
     ctx = model.context(n_seq_max=2)
-    for bad, match in (([], "one or more whole numbers"), ([1.5], "one or more whole numbers"), ([258], "token id 258; legal: 0 to 257"), ([-1], "token id -1")):
+    few = "one or more whole numbers"
+    for bad, match in (([], few), ([1.5], few), ([258], "token id 258; legal: 0 to 257"), ([-1], "token id -1")):
         with pytest.raises(ParamError, match=match):
             ctx.decode(bad)  # type: ignore[arg-type]
     with pytest.raises(ParamError, match="a sequence is given twice"):

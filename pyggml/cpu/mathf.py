@@ -156,11 +156,11 @@ def reduce_exp(x: Any, n: Any) -> Any:
 @helper
 def exp(x: Any) -> Any:
     """e^x."""
-    c = fmin(EXP_MAX, fmax(EXP_MIN, x))
+    c = if_less(x, EXP_MIN, F0, fmin(EXP_MAX, x))  # 0 for masked lanes (-inf): products that end below the normal range are slow
     z = fma(c, LOG2E, ROUND)
     n = rounded(z)
     # 2^n in two factors, so that results below the normal range round once, at the end.
-    return (exp_tail(reduce_exp(c, z - ROUND)) + F1) * pow2_half(n) * pow2_rest(n)
+    return if_less(x, EXP_MIN, F0, (exp_tail(reduce_exp(c, z - ROUND)) + F1) * pow2_half(n) * pow2_rest(n))
 
 
 @helper

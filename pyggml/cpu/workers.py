@@ -109,7 +109,7 @@ def serve() -> None:
     """A compiling process's main loop; it ends with its parent (end of file), or when idle."""
     from pyggml.cpu.compile import compile_object, prepare_numba, unpack, write_object
     prepared = False
-    stdin = sys.stdin.buffer.raw  # type: ignore[attr-defined]
+    stdin = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # unbuffered, so that select sees every request
     while select.select([stdin], [], [], IDLE_SECONDS)[0]:
         head = _read_exactly(stdin, _LENGTH.size)
         if head is None:
