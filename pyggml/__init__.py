@@ -32,9 +32,9 @@ def compute(outputs: Tensor | Sequence[Tensor], feeds: Mapping[Tensor, np.ndarra
     """Build the graph of `outputs`, run it once, and give their values as NumPy arrays (shape = ne reversed, without
     leading ones): one array, or a tuple when several outputs are asked for. `feeds` gives the inputs' arrays.
 
-    >>> import numpy as np
-    >>> x = tensor([3], "f32", name="x")
-    >>> compute(cumsum(x), {x: np.ones(3, np.float32)}, backend="reference")
+    >>> import numpy as np, pyggml as pg
+    >>> x = pg.tensor([3], "f32", name="x")
+    >>> pg.compute(pg.cumsum(x), {x: np.ones(3, np.float32)}, backend="reference")
     array([1., 2., 3.])
     """
     from pyggml.backends import open_backend

@@ -103,7 +103,12 @@ class OpDef:
         self.kernels: dict[str, list[KernelDef]] = {}
         self._reference: Callable[..., Any] | None = None
         self._cost: Callable[[Node], Cost] | None = None
+        self._limit: Callable[[Node], float] | None = None
+        self._fills: Callable[..., dict[str, Any]] | None = None
         self._cases: Callable[[], Iterator[Any]] | None = None
+        self._errors: Callable[[], Iterator[Any]] | None = None
+        self._random: Callable[[Any], Any] | None = None
+        self.form: Any = None  # how a case is written in ggml's own variables (pyggml.cases.form)
         sig = inspect.signature(rule)
         self.__doc__ = rule.__doc__
         self.__name__ = rule.__name__
@@ -149,9 +154,29 @@ class OpDef:
         self._cost = fn
         return fn
 
+    def limits(self, fn: Callable[[Node], float]) -> Callable[[Node], float]:
+        """Attach the NMSE limit of a node, where one number does not do for all types."""
+        self._limit = fn
+        return fn
+
+    def fills(self, fn: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Attach what inputs may hold: from the inputs (by keyword) to a filling by name, for those that numbers in [-1, 1] do not suit."""
+        self._fills = fn
+        return fn
+
     def cases(self, fn: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
         """Attach a generator of test cases (pyggml.cases)."""
         self._cases = fn
+        return fn
+
+    def errors(self, fn: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+        """Attach a generator of calls that the op refuses (pyggml.cases.error)."""
+        self._errors = fn
+        return fn
+
+    def random(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Attach a drawer of random legal cases: from a pyggml.cases.Draw to a case."""
+        self._random = fn
         return fn
 
     @property
@@ -163,7 +188,33 @@ class OpDef:
 
     def all_cases(self) -> list[Any]:
         """All cases of the op; an empty list when none are registered."""
+        self.load_cases()
         return list(self._cases()) if self._cases is not None else []
+
+    def all_errors(self) -> list[Any]:
+        """All calls that the op is known to refuse."""
+        self.load_cases()
+        return list(self._errors()) if self._errors is not None else []
+
+    @property
+    def random_fn(self) -> Callable[[Any], Any] | None:
+        """The drawer of random cases; None when none is registered."""
+        self.load_cases()
+        return self._random
+
+    def load_cases(self) -> None:
+        """Import the family's cases, which stand beside its declarations in a file of their own."""
+        package = self.__module__.rpartition(".")[0]
+        if package.startswith("pyggml.ops.") and importlib.util.find_spec(f"{package}.cases") is not None:
+            importlib.import_module(f"{package}.cases")
+
+    def input_fills(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """How inputs that ordinary numbers do not suit are filled, by name."""
+        return self._fills(**inputs) if self._fills is not None else {}
+
+    def limit_of(self, node: Node) -> float:
+        """NMSE limit of a node of this op."""
+        return self.limit if self._limit is None else self._limit(node)
 
     def cost_of(self, node: Node) -> Cost:
         """FLOPs and bytes of a node of this op."""

@@ -56,21 +56,6 @@ def _soft_max_cost(node: Node) -> Cost:
     return Cost(6 * node.out.n_elements, default_bytes(node))  # scale and mask, max, difference, exp, sum, product
 
 
-@soft_max.cases
-def _soft_max_cases() -> Iterator[Case]:
-    for n in (1, 15, 16, 17, 32, 200, 1025):
-        yield case(f32(n, 5, 4, 3, lo=-5, hi=5))
-    for scale in (1.0, 0.1):
-        yield case(f32(32, 2, 32, 1), f32(32, 2), scale=scale)
-        yield case(f32(37, 5, 6, 4), f16(37, 8, 2, 2), scale=scale)
-    yield case(f32(16, 2, 32, 1, lo=-100, hi=100), scale=0.25, note="large", limit=1e-11)  # products near 25 round to 1e-6
-    yield case(f32(9, 40, 3, perm=(1, 0)), f32(9, 40, perm=(1, 0)), note="both strided")
-    yield case(f32(64, 7, 12, perm=(0, 2, 1)), f16(64, 12), note="permuted")
-    yield case(f32(96, 40, 12), leaf(F32, (96, 40), _causal(56)), scale=0.015625, note="granite-4.0-h 350m, 40 tokens after 56")
-    yield case(f32(33, 4, 2), leaf(F32, (33, 4, 2), lambda rng, shape: np.full(shape, -np.inf)), note="all masked")
-    yield perf(f32(512, 512, 12, lo=-5, hi=5), leaf(F32, (512, 512), _causal(0)), scale=0.015625, note="granite-4.0-h 350m")
-
-
 @op("ROPE", inputs="x pos", limit=1e-13)
 def rope(x: Tensor, pos: Tensor, *, n_dims: int, mode: str = "norm", freq_base: float = 10000.0, freq_scale: float = 1.0) -> Spec:
     """Rotate pairs among the first n_dims elements of each head by pos * freq_scale * freq_base^(-2i / n_dims) for pair i; the
@@ -113,20 +98,6 @@ def _rope_cost(node: Node) -> Cost:
     return Cost(3 * node.params["n_dims"] * node.out.n_rows, default_bytes(node))
 
 
-@rope.cases
-def _rope_cases() -> Iterator[Case]:
-    for mode in ("norm", "neox"):
-        yield case(f32(2, 1, 1), i32(1, hi=9), n_dims=2, mode=mode, note="smallest")
-        yield case(f32(128, 32, 2), i32(2, hi=512), n_dims=128, mode=mode, note="llama 7b")
-        yield case(f32(80, 32, 2), i32(2, hi=512), n_dims=20, mode=mode, note="partial")
-        yield case(f32(64, 12, 7, 3), i32(21, hi=4096), n_dims=64, mode=mode, freq_scale=0.25, note="a position for each token of each sequence")
-        yield case(f32(64, 3, 5, 2), i32(5, hi=4096), n_dims=64, mode=mode, note="positions shared by sequences")
-        yield case(f32(64, 5, 4, perm=(0, 2, 1)), i32(5, hi=64), n_dims=48, mode=mode, note="permuted")
-        yield case(f32(5, 16, 4, perm=(1, 0)), i32(4, hi=64), n_dims=16, mode=mode, note="strided")
-        yield case(f32(128, 8, 9), i32(9, lo=999_000, hi=1_000_000), n_dims=128, mode=mode, note="far positions")
-    yield perf(f32(128, 32, 512), i32(512, hi=4096), n_dims=128, mode="norm", note="bamba 9b Q")
-
-
 @op("ARGSORT", inputs="x")
 def argsort(x: Tensor, order: str = "asc") -> Spec:
     """i32 positions that sort each row of x: order "asc" or "desc"; equal values in order of position, NaN last. x: f32.
@@ -150,16 +121,6 @@ def _argsort(x: np.ndarray, *, order: str) -> np.ndarray:
 @argsort.cost
 def _argsort_cost(node: Node) -> Cost:
     return Cost(node.out.n_elements * math.log2(2 * node.out.ne[0]), default_bytes(node))
-
-
-@argsort.cases
-def _argsort_cases() -> Iterator[Case]:
-    for order in ("asc", "desc"):
-        for ne in ((1,), (8, 1, 1, 1), (16, 10, 10, 10), (60, 10, 10, 10), (1023, 2)):
-            yield case(f32(*ne), order=order)
-        yield case(leaf(F32, (97, 5), _ties), order=order, note="ties, zeros of both signs, NaN, inf")
-        yield case(f32(5, 64, 3, perm=(1, 0)), order=order, note="strided")
-    yield perf(f32(72, 512), order="desc", note="granite-4.0-h-small router")
 
 
 @op("TOP_K", inputs="x")
@@ -188,17 +149,6 @@ def _top_k_cost(node: Node) -> Cost:
     x = node.src[0]
     assert x is not None
     return Cost(x.n_elements, default_bytes(node))
-
-
-@top_k.cases
-def _top_k_cases() -> Iterator[Case]:
-    for n, k in ((1, 1), (12, 1), (16, 7), (17, 17), (1023, 15), (4096, 100)):
-        yield case(f32(n, 3, 2), k=k)
-    yield case(leaf(F32, (97, 5), _ties), k=40, note="ties, zeros of both signs, NaN, inf")
-    yield case(f32(5, 64, 3, perm=(1, 0)), k=6, note="strided")
-    yield case(leaf(F32, (64, 3), lambda rng, shape: np.full(shape, np.nan)), k=6, note="all NaN")
-    yield perf(f32(64, 512), k=6, note="granite-4.0-h-tiny router")
-    yield perf(f32(100352, 1), k=40, note="granite-4.0-h logits")
 
 
 def _is_finite(v: Any) -> bool:

@@ -56,13 +56,6 @@ def view(x: Tensor, ne: Sequence[int], nb: Sequence[int] | None = None, offset: 
     return Spec(x.dtype, dims, strides, view_of=x, offs=int(offset))
 
 
-@view.cases
-def _view_cases() -> Iterator[Case]:
-    yield case(f32(12), ne=[3, 2], nb=[24], offset=4)
-    yield case(f32(64, 8), ne=[16, 8], nb=[256], offset=64, note="columns")
-    yield case(f32(64, 8, gap=3), ne=[5, 2, 3], nb=[268, 536], note="of a strided leaf")
-
-
 @op("RESHAPE", inputs="x", view=True)
 def reshape(x: Tensor, ne: Sequence[int]) -> Spec:
     """x with other dims and the same elements in the same order; one dim may be -1 and takes what is left. x: contiguous.
@@ -85,12 +78,6 @@ def reshape(x: Tensor, ne: Sequence[int]) -> Spec:
     return Spec(x.dtype, shape, contiguous_nb(x.dtype, shape), view_of=x)
 
 
-@reshape.cases
-def _reshape_cases() -> Iterator[Case]:
-    yield case(f32(10, 6, 4), ne=[20, -1])
-    yield case(f32(1), ne=[1, 1, 1, 1])
-
-
 @op("PERMUTE", inputs="x", view=True)
 def permute(x: Tensor, a0: int, a1: int, a2: int, a3: int) -> Spec:
     """x with its dims in another order: dim i of x becomes dim a_i of the result. Source: ggml_permute.
@@ -104,12 +91,6 @@ def permute(x: Tensor, a0: int, a1: int, a2: int, a3: int) -> Spec:
     return _permuted("PERMUTE", x, axes)
 
 
-@permute.cases
-def _permute_cases() -> Iterator[Case]:
-    yield case(f32(2, 3, 4, 5), a0=2, a1=0, a2=1, a3=3)
-    yield case(f32(2, 3, 4, 5), a0=3, a1=2, a2=1, a3=0)
-
-
 @op("TRANSPOSE", inputs="x", view=True)
 def transpose(x: Tensor) -> Spec:
     """x with dims 0 and 1 exchanged. Source: ggml_transpose.
@@ -119,12 +100,6 @@ def transpose(x: Tensor) -> Spec:
     (3, 2, 1, 1)
     """
     return _permuted("TRANSPOSE", x, (1, 0, 2, 3))
-
-
-@transpose.cases
-def _transpose_cases() -> Iterator[Case]:
-    yield case(f32(5, 3, 2))
-    yield case(f32(1, 7, gap=2), note="gap")
 
 
 def _permuted(name: str, x: Tensor, axes: tuple[int, int, int, int]) -> Spec:
@@ -154,21 +129,6 @@ def cont(x: Tensor) -> Spec:
 @cont.reference
 def _cont(x: np.ndarray) -> np.ndarray:
     return x
-
-
-@cont.cases
-def _cont_cases() -> Iterator[Case]:
-    yield case(f32(10, 5, 4, 3))
-    yield case(f32(1), note="one element")
-    for perm in ((1, 0, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 2, 0, 3), (3, 2, 1, 0)):
-        yield case(f32(33, 18, 5, 2, perm=perm))
-    yield case(f16(9, 40, perm=(1, 0)))
-    yield case(leaf(F64, (17, 12, 3), perm=(1, 0)))
-    yield case(_int32(20, 19, perm=(1, 0)))
-    yield case(f32(7, 9, 3, gap=5), note="gaps")
-    yield case(f32(3, 1792, gap=1), note="granite-4.0-h conv state out of its window")
-    yield perf(f32(512, 1792, perm=(1, 0)), note="granite-4.0-h 350m xBC")
-    yield perf(f32(64, 12, 512, perm=(0, 2, 1)), note="heads before tokens")
 
 
 @op("CPY", inputs="a b", inplace=1, moves_data=True, limit=0.0)
@@ -201,20 +161,6 @@ def _cpy_cost(node: Node) -> Cost:
     return Cost(0, _bytes(node.src[0]) + _bytes(node.src[1]))
 
 
-@cpy.cases
-def _cpy_cases() -> Iterator[Case]:
-    yield case(f32(64, 5, 4, 3), f32(64, 5, 4, 3))
-    for a, b in ((F32, F16), (F16, F32), (F32, BF16), (BF16, F32), (F16, BF16)):
-        yield case(leaf(a, (31, 6, 2), perm=(0, 2, 1)), leaf(b, (31, 2, 6)))
-    yield case(f32(10, 40, 3, perm=(1, 0)), leaf(F16, (40, 10, 3)), note="transposed, converted")
-    yield case(f32(40, 10, 3), f32(10, 40, 3, perm=(1, 0)), note="into a transposed tensor")
-    yield case(f32(24, 2, 5), f32(6, 8, 5, gap=2), note="shapes differ, one contiguous")
-    yield case(f32(9, 4, perm=(1, 0)), f32(6, 6, perm=(1, 0)), note="shapes differ, both strided")
-    yield case(_int32(5, 7), _int32(7, 5))
-    yield case(f32(3, 1792, gap=512), f32(5376), note="granite-4.0-h conv state, 512 tokens")
-    yield perf(f32(256, 512), leaf(F16, (256, 512)), note="granite-4.0-h 350m K cache")
-
-
 @op("CONCAT", inputs="a b", moves_data=True, limit=0.0)
 def concat(a: Tensor, b: Tensor, dim: int = 0) -> Spec:
     """a, then b, along `dim`. a, b: one plain type, equal dims but for `dim`. Source: ggml_concat.
@@ -234,23 +180,6 @@ def concat(a: Tensor, b: Tensor, dim: int = 0) -> Spec:
 @concat.reference
 def _concat(a: np.ndarray, b: np.ndarray, *, dim: int) -> np.ndarray:
     return np.concatenate([a, b], axis=-1 - dim)
-
-
-@concat.cases
-def _concat_cases() -> Iterator[Case]:
-    for dim in (0, 1, 2, 3):
-        ne = [11, 12, 13, 4]
-        ne[dim] = 7
-        yield case(f32(11, 12, 13, 4), f32(*ne), dim=dim)
-        yield case(_int32(11, 12, 13, 4), _int32(*ne), dim=dim)
-    yield case(f32(12, 11, 3, perm=(1, 0)), f32(12, 7, 3, perm=(1, 0)), dim=0, note="both strided")
-    yield case(f32(5, 11, 4, perm=(0, 2, 1)), f32(5, 7, 4, perm=(0, 2, 1)), dim=2, note="both permuted")
-    yield case(leaf(BF16, (6, 3)), leaf(BF16, (6, 2)), dim=1)
-    yield case(f32(3, 1792, 2), f32(1792, 70, 2, perm=(1, 0), gap=100), dim=0, note="granite-4.0-h 350m conv window")
-    yield case(f32(3, 1792, 8), f32(1792, 1, 8, perm=(1, 0), gap=100), dim=0, note="granite-4.0-h 350m conv window, decode")
-    yield case(f32(1, 1), f32(1, 1), dim=0, note="smallest")
-    for d in (1792, 3328):
-        yield perf(f32(3, d), f32(d, 512, perm=(1, 0), gap=1600), dim=0, note="granite-4.0-h conv window")
 
 
 @op("REPEAT", inputs="x", moves_data=True, limit=0.0)
@@ -274,17 +203,6 @@ def _repeat(x: np.ndarray, *, ne: Sequence[int]) -> np.ndarray:
     return np.tile(x, [n // m for n, m in zip(full, x.shape, strict=True)])
 
 
-@repeat.cases
-def _repeat_cases() -> Iterator[Case]:
-    for r in ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 3, 2, 2)):
-        yield case(f32(10, 5, 4, 3), ne=[n * m for n, m in zip((10, 5, 4, 3), r, strict=True)])
-    yield case(_int32(10, 5), ne=[20, 10])
-    yield case(f16(3, 5, perm=(1, 0)), ne=[10, 3, 2])
-    yield case(f32(1, 64), ne=[100, 64], note="one value a row")
-    yield case(f32(7, 4, 3, perm=(1, 0)), ne=[8, 14, 3], note="strided")
-    yield perf(f32(128, 1, 512), ne=[128, 48, 512], note="B of one group to granite-4.0-h's heads")
-
-
 @op("REPEAT_INTERLEAVE", inputs="x", moves_data=True, limit=0.0)
 def repeat_interleave(x: Tensor, n: int, dim: int = 0) -> Spec:
     """Each element n times in a row along `dim`: 1 2 becomes 1 1 2 2. It deals groups to heads: head h of H heads gets
@@ -305,15 +223,6 @@ def _repeat_interleave(x: np.ndarray, *, n: int, dim: int) -> np.ndarray:
     return np.repeat(x, n, axis=-1 - dim)
 
 
-@repeat_interleave.cases
-def _repeat_interleave_cases() -> Iterator[Case]:
-    for dim in (0, 1, 2, 3):
-        yield case(f32(10, 5, 4, 3), n=3, dim=dim)
-    yield case(f32(5, 10, 4, perm=(1, 0)), n=2, dim=0, note="strided")
-    yield case(f32(128, 8, 20, gap=7), n=16, dim=1, note="nemotron-h B by head")
-    yield case(_int32(3, 2), n=1, dim=1)
-
-
 @op("PAD", inputs="x", moves_data=True, limit=0.0)
 def pad(x: Tensor, p0: int, p1: int = 0, p2: int = 0, p3: int = 0) -> Spec:
     """x with p_i zeros after the end of dim i. Source: ggml_pad.
@@ -331,16 +240,6 @@ def pad(x: Tensor, p0: int, p1: int = 0, p2: int = 0, p3: int = 0) -> Spec:
 @pad.reference
 def _pad(x: np.ndarray, *, p0: int, p1: int, p2: int, p3: int) -> np.ndarray:
     return np.pad(x, [(0, p) for p in (p3, p2, p1, p0)])
-
-
-@pad.cases
-def _pad_cases() -> Iterator[Case]:
-    yield case(f32(10, 5, 4, 3), p0=0, p1=0, p2=0, p3=0)
-    yield case(f32(512, 12, 4, 1), p0=1, p1=1)
-    yield case(f32(10, 5, 4, 3), p0=3, p1=2, p2=1, p3=2)
-    yield case(f32(70, 33, 2, perm=(1, 0)), p0=5, p1=10, note="strided")
-    yield case(f16(7), p0=25)
-    yield perf(f32(48, 600), p0=0, p1=168, note="granite-4.0-h dt to whole chunks of 256")
 
 
 @op("FILL", inputs="x", moves_data=True, limit=1e-14)
@@ -370,14 +269,6 @@ def _fill_cost(node: Node) -> Cost:
     return Cost(0, _bytes(node.out))
 
 
-@fill.cases
-def _fill_cases() -> Iterator[Case]:
-    yield case(f32(10, 5, 4, 3), c=-2.5)
-    yield case(f32(303, 7, perm=(1, 0)), c=0.1)
-    yield case(_int32(33), c=-7)
-    yield case(f16(5, 3), c=math.inf)
-
-
 @op("ARANGE", inputs="", limit=1e-14)
 def arange(start: float, stop: float, step: float = 1.0) -> Spec:
     """f32 [ceil((stop - start) / step)]: start + i * step. Source: ggml_arange.
@@ -395,14 +286,6 @@ def arange(start: float, stop: float, step: float = 1.0) -> Spec:
 @arange.reference
 def _arange(*, start: float, stop: float, step: float) -> np.ndarray:
     return start + np.arange(math.ceil((stop - start) / step)) * step
-
-
-@arange.cases
-def _arange_cases() -> Iterator[Case]:
-    yield case(start=0.0, stop=10.0, step=1.0)
-    yield case(start=0.0, stop=1048576.0, step=1.0)
-    yield case(start=5.0, stop=-1.0, step=-0.7)
-    yield case(start=2.0, stop=2.5, step=1.0)
 
 
 # -- rows by index --------------------------------------------------------------------------------------------------------
@@ -440,19 +323,6 @@ def _get_rows_cost(node: Node) -> Cost:
     x, ids, o = node.src[0], node.src[1], node.out
     assert x is not None and ids is not None
     return Cost(0, o.n_rows * x.dtype.row_bytes(x.ne[0]) + _bytes(ids) + _bytes(o))
-
-
-@get_rows.cases
-def _get_rows_cases() -> Iterator[Case]:
-    yield case(f32(1, 8), i32(2, hi=8))
-    for x in (f32(256, 5), f16(256, 5), leaf(BF16, (256, 5)), _int32(256, 5)):
-        yield case(x, i32(4, hi=5))
-    yield case(f32(40, 5, 7, 3), i32(9, 7, 3, hi=5))
-    yield case(f32(5, 40, 3, perm=(1, 0)), i32(9, 3, hi=5), note="columns")
-    yield case(f16(5, 41, perm=(1, 0)), i32(9, hi=5), note="columns")
-    yield case(f32(33, 6, gap=2), leaf(I32, (1, 7), lambda rng, shape: rng.integers(0, 6, shape), perm=(1, 0), gap=1), note="gaps, strided ids")
-    yield case(f32(768, 1), i32(1, hi=1), note="last token of one")
-    yield perf(f16(768, 100352), i32(512, hi=100352), note="granite-4.0-h 350m embedding")
 
 
 @op("SET_ROWS", inputs="dst src ids", inplace=0, moves_data=True, limit=0.0)
@@ -495,19 +365,6 @@ def _set_rows_cost(node: Node) -> Cost:
     src, ids = node.src[1], node.src[2]
     assert src is not None
     return Cost(0, _bytes(src) + src.n_elements * node.out.dtype.nbytes + _bytes(ids))
-
-
-@set_rows.cases
-def _set_rows_cases() -> Iterator[Case]:
-    yield case(f32(1, 8), f32(1, 2), i32(2, hi=8, unique=True))
-    for dt in (F32, F16, BF16):
-        yield case(leaf(dt, (256, 5)), f32(256, 4), _int64(4, hi=5))
-    yield case(f32(40, 9, 6, 4), f32(40, 5, 6, 4), i32(5, 3, 2, hi=9, unique=True), note="ids shared by heads")
-    yield case(leaf(F16, (9, 40, 2), perm=(1, 0)), f32(40, 3, 2), i32(3, 2, hi=9, unique=True), note="columns")
-    yield case(f32(40, 9), f32(3, 40, perm=(1, 0)), i32(3, hi=9, unique=True), note="strided rows")
-    yield case(f32(130, 3), f32(130, 64), i32(64, hi=3), note="equal ids")
-    yield perf(leaf(F16, (256, 4096)), f32(256, 512), _int64(512, hi=4096), note="granite-4.0-h 350m K cache")
-    yield perf(f32(196608, 4), f32(196608, 1), _int64(1, hi=4), note="granite-4.0-h 350m SSM state")
 
 
 # -- what the rules share -------------------------------------------------------------------------------------------------

@@ -42,23 +42,6 @@ def _cumsum(x: np.ndarray, *, dim: int, exclusive: bool, type: str) -> np.ndarra
     return np.concatenate([first, np.take(sums, range(x.shape[-1 - dim] - 1), axis=-1 - dim)], axis=-1 - dim)
 
 
-@cumsum.cases
-def _cumsum_cases() -> Iterator[Case]:
-    for n in (1, 31, 32, 33, 127, 128, 255, 256, 257, 1023, 2049, 20481):
-        yield case(f32(n, 5, 4, 3) if n < 20481 else f32(n, 4))
-    for dim in (0, 1, 2, 3):
-        yield case(f32(10, 5, 4, 3), dim=dim)
-        yield case(f32(10, 5, 4, 3), dim=dim, exclusive=True)
-    yield case(f32(130, 9, 2), dim=1, note="columns in three blocks")
-    yield case(f32(1, 300, 2), dim=1)
-    yield case(f32(5, 128, perm=(1, 0)), note="strided")
-    yield case(f32(128, 5, perm=(1, 0)), dim=1, exclusive=True, note="strided")
-    yield case(f32(48, 256, 2), dim=1, type="f64", note="granite-4.0-h decay sums")
-    yield case(f32(256, 48, 2, gap=7), exclusive=True, type="f64", note="rows with gaps")
-    yield perf(f32(2048, 16, 5, 4))
-    yield perf(f32(48, 256, 2), dim=1, type="f64", note="granite-4.0-h decay sums")
-
-
 @op("SUM_ROWS", inputs="x", limit=1e-13)
 def sum_rows(x: Tensor) -> Spec:
     """Sum of each row (dim 0), accumulated in float64.

@@ -57,28 +57,6 @@ def _ssm_conv_cost(node: Node) -> Cost:
     return Cost(2.0 * c.ne[0] * (sx.ne[0] - c.ne[0] + 1) * sx.ne[1] * sx.ne[2], default_bytes(node))
 
 
-@ssm_conv.cases
-def _ssm_conv_cases() -> Iterator[Case]:
-    for d_conv in (3, 4, 9):
-        for d_inner in (1024, 1536, 2048):
-            yield case(f32(d_conv, d_inner), f32(d_conv, d_inner), note="f53")
-            yield case(f32(2 * d_conv, d_inner), f32(d_conv, d_inner), note="f53")
-            yield case(f32(d_conv, d_inner, 4), f32(d_conv, d_inner), note="f53")
-    for dt in (F16, BF16):
-        yield case(f32(35, 100, 2), leaf(dt, (4, 100)))
-    for window in (4, 18, 19, 67, 68, 300):
-        yield case(f32(window, 77, 3), f32(4, 77), n_t=300)
-        yield case(f32(77, window, 3, perm=(1, 0, 2)), f32(4, 77), note="channels innermost")
-    yield case(f32(40, 50, gap=3), f32(50, 4, perm=(1, 0)), note="strided")
-    yield case(f32(3, 50, 40, perm=(2, 1, 0)), f32(4, 50), note="strided in each dim")
-    yield case(f32(40, 3), f32(1, 3), note="d_conv 1")
-    for n_tok in (1, 64):
-        yield case(f32(3 + n_tok, 1792, 2), f32(4, 1792), note="granite-4.0-h-350m")
-    yield perf(f32(515, 3328), f32(4, 3328))
-    yield perf(f32(3328, 515, perm=(1, 0)), f32(4, 3328))
-    yield perf(f32(4, 3328), f32(4, 3328))
-
-
 @op("SSM_SCAN", inputs="s x dt A B C ids", outputs="y state", limit=1e-12)
 def ssm_scan(s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, ids: Tensor) -> tuple[Spec, Spec]:
     """The Mamba-2 recurrence of each head, token by token: with d = softplus(dt_t),
@@ -166,25 +144,3 @@ def _scan(d_state: int, head_dim: int, n_head: int, n_group: int, n_tok: int, n_
     x, dt, s = view(head_dim, n_head, n_tok, n_seqs), view(n_head, n_tok, n_seqs, lo=-4.0, hi=2.0), f32(d_state, head_dim, n_head, n_rows)
     bc = view(d_state, n_group, n_tok, n_seqs)
     return case(s, x, dt, decay, bc, bc, i32(n_seqs, hi=n_rows, unique=True), perf=timed, note=note)
-
-
-@ssm_scan.cases
-def _ssm_scan_cases() -> Iterator[Case]:
-    yield _scan(16, 1, 1024, 1, 32, 4, note="f20")
-    yield _scan(128, 64, 16, 2, 32, 4)
-    yield _scan(256, 64, 8, 2, 32, 4)
-    for weak in (False, True):
-        for d_state, head_dim, n_head, n_group in ((128, 80, 128, 8), (96, 64, 16, 8), (256, 64, 8, 2), (128, 128, 4, 4)):
-            yield _scan(d_state, head_dim, n_head, n_group, 5, weak=weak, note=f"f19{'-weak' * weak}")
-        for n_tok in (1, 2, 3, 63, 64, 65, 127, 128, 129, 255, 257, 300):
-            for n_seqs in (1, 2):
-                yield _scan(16, 8, 4, 2, n_tok, n_seqs, weak=weak, note=f"f8{'-weak' * weak}")
-        yield _scan(16, 2, 2, 1, 8193, 2, weak=weak, note=f"f8{'-weak' * weak}")
-    yield _scan(16, 8, 15, 3, 7, note="f2")
-    for d_state, head_dim in ((1, 1), (5, 3), (17, 16), (32, 33), (100, 20)):
-        yield _scan(d_state, head_dim, 4, 2, 11, 2, n_rows=5, note="odd sizes")
-    yield _scan(64, 32, 8, 2, 1024, 8, row=8 * 32 + 2 * 2 * 64 + 8 + 5, weak=True, note="f48")
-    yield _scan(128, 32, 48, 1, 9, 2, note="granite-4.0-h-350m")
-    for n_tok in (1, 512):
-        yield _scan(128, 64, 48, 1, n_tok, timed=True, note="granite-4.0-h-1b")
-        yield _scan(128, 64, 128, 8, n_tok, timed=True, note="nemotron-h-8b")

@@ -51,20 +51,3 @@ def _tri(x: np.ndarray, kind: str, dims: tuple[int, int], fill: float) -> np.nda
 @tri.cost
 def _tri_cost(node: Node) -> Cost:
     return Cost(0, default_bytes(node))
-
-
-@tri.cases
-def _tri_cases() -> Iterator[Case]:
-    for kind in KINDS:
-        yield case(f32(10, 10, 4, 3), kind=kind)
-        yield case(f32(5, 3), kind=kind)
-        yield case(f32(3, 70, 2), kind=kind, fill=-1.0)
-        yield case(f32(9, 4, 6, 2), kind=kind, dims=(1, 0))
-        yield case(f32(9, 4, 6, 2), kind=kind, dims=(2, 1))
-        yield case(f32(9, 4, 6, 3), kind=kind, dims=(3, 0))
-    yield case(f32(17, 12, 3, perm=(1, 0)), kind="lower_diag", fill=0.5, note="permuted")
-    yield case(f32(17, 12, 3, gap=5), kind="upper", dims=(0, 2), note="rows with gaps")
-    yield case(leaf(F64, (7, 7, 2)), kind="lower", fill=2.0)
-    yield case(leaf(F16, (33, 33)), kind="upper_diag")
-    yield case(leaf(BF16, (9, 5), perm=(1, 0)), kind="lower")
-    yield perf(f32(256, 256, 48, 2), kind="lower_diag", fill=float("-inf"), note="granite-4.0-h chunk")
