@@ -30,6 +30,7 @@ from pyggml.tensor import Node, Shape, Tensor, contiguous_nb, shape4
 
 Fill = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 T = TypeVar("T")
+LARGE_BYTES, LARGE_FLOPS = 32 << 20, 5e8
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------------
@@ -119,8 +120,8 @@ def i32(*ne: int, hi: int | None = None, lo: int = 0, unique: bool = False) -> L
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of an op. `limit` overrides the op's NMSE limit (with the reason in `note`); `perf` marks shapes that are timed
-    and, being large, not tested by default; `shown` holds the variables of the op's form where the case was made by it."""
+    """One call of an op. `limit` overrides the op's NMSE limit (with the reason in `note`); `perf` marks shapes that are timed;
+    `shown` holds the variables of the op's form where the case was made by it."""
 
     op: OpDef
     inputs: tuple[Leaf | None, ...]
@@ -158,6 +159,12 @@ class Case:
         node = self.build()[1][0].node
         assert node is not None
         return node
+
+    @property
+    def large(self) -> bool:
+        """True when the case takes more than a moment in float64: tests leave it out unless it is asked for."""
+        flops, nbytes = self.op.cost_of(self.node())
+        return nbytes > LARGE_BYTES or flops > LARGE_FLOPS
 
     def nmse_limit(self, node: Node) -> float:
         """The NMSE that a backend's result may have against the reference."""
@@ -279,7 +286,7 @@ class ErrorCase:
         return Case(self.op, self.inputs, self.attrs)
 
 
-def error(kind: type[Exception], match: str, *inputs: Leaf | None, **attrs: Any) -> ErrorCase:
+def error(kind: type[Exception], match: str, /, *inputs: Leaf | None, **attrs: Any) -> ErrorCase:
     """A refused call of the op whose `errors` generator yields it."""
     return ErrorCase(None, kind, match, inputs, attrs)  # type: ignore[arg-type]
 

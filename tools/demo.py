@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 import time
 
 import numpy as np
@@ -42,7 +43,8 @@ def main(args: argparse.Namespace) -> int:
     texts, tokens = greedy(contexts, ids)
     same = "same" if tokens["scan"] == tokens["ssd"] else "DIFFERENT"
     print(f"compare  max |dlogit| {np.abs(logits['scan'] - logits['ssd']).max():.1e} over {N_PROMPT} positions, {same} {N_PREDICT} tokens")
-    print(f"text     {demo_prompt()}{texts['ssd']}".replace("\n", " "))
+    text = f"{demo_prompt()}{texts['ssd']}".replace("\n", " ")
+    print(textwrap.fill(text, 150, initial_indent="text     ", subsequent_indent="         "))
     print("next     pyggml run -p 'Mrs. Bennet was' --temp 0    your prompt")
     print("         pyggml info                                what the file holds")
     print("         pyggml run --help                          all options; -m FILE for your own GGUF")

@@ -7,17 +7,21 @@ from typing import Any
 from pyggml.backends.base import Backend, Runner
 from pyggml.errors import ParamError
 
-NAMES = ("cpu", "reference", "null")
+NAMES = ("cpu", "reference", "ggml", "null")
 
 
 def open_backend(name: str, **options: Any) -> Backend:
-    """The backend of that name: `cpu` (threads, level, fuse, reuse, poison), `reference` or `null`."""
+    """The backend of that name: `cpu` (threads, level, fuse, reuse, poison), `reference`, `ggml` (threads, poll, reuse, poison; needs
+    the wheel libggml-python) or `null`."""
     if name == "cpu":
         from pyggml.backends.cpu import CpuBackend
         return CpuBackend(**options)
     if name == "reference":
         from pyggml.backends.reference import ReferenceBackend
         return ReferenceBackend(**options)
+    if name == "ggml":
+        from pyggml.backends.ggml import GgmlBackend
+        return GgmlBackend(**options)
     if name == "null":
         from pyggml.backends.null import NullBackend
         return NullBackend(**options)

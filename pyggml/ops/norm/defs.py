@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from pyggml.cases import Case, case, f32, perf
 from pyggml.dtypes import F32
 from pyggml.errors import ParamError
 from pyggml.registry import Cost, Spec, default_bytes, like, op, require, require_type
@@ -67,19 +64,3 @@ def _norm(x: np.ndarray, eps: float) -> np.ndarray:
 @norm.cost
 def _norm_cost(node: Node) -> Cost:
     return Cost(6 * node.out.n_elements, default_bytes(node))
-
-
-def _cases() -> Iterator[Case]:
-    for n in (64, 1025):
-        for eps in (1e-6, 1e-4, 0.1):
-            yield case(f32(n, 5, 4, 3), eps=eps)
-    yield case(f32(64, 5, 4, 3), eps=0.0)
-    yield case(f32(15, 3, lo=99.0, hi=101.0), note="mean far above the spread")
-    yield case(f32(768, 7, gap=32), note="granite-4.0-h-350m, rows of a wider tensor")
-    yield case(f32(5, 7, 3, perm=(1, 0)), note="strided")
-    yield case(f32(1024, 8, 3), note="nemotron-h-8b, norm per group")
-    yield perf(f32(1536, 512), note="granite-4.0-h-1b")
-
-
-rms_norm.cases(_cases)
-norm.cases(_cases)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from pyggml.cases import Case, case, f32, perf
 from pyggml.dtypes import F32, dtype
 from pyggml.errors import DTypeError, ParamError
 from pyggml.registry import Cost, Spec, default_bytes, like, op, out, require, require_type
@@ -89,15 +86,5 @@ def _input_flops(node: Node) -> Cost:
     return Cost(x.n_elements, default_bytes(node))
 
 
-def _row_cases() -> Iterator[Case]:
-    for n in (1, 10, 15, 16, 33, 255, 1025):
-        yield case(f32(n, 5, 4, 3))
-    yield case(f32(4, 7, 3, perm=(1, 0, 2)), note="strided")
-    yield case(f32(64, 5, 3, gap=9), note="rows with gaps")
-    yield case(f32(100352, 2), note="granite-4.0-h logits")
-    yield perf(f32(100352, 64), note="granite-4.0-h logits")
-
-
 for _d in (sum_rows, mean):
     _d.cost(_input_flops)
-    _d.cases(_row_cases)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from pyggml.cases import Case, case, f32, leaf, perf
 from pyggml.dtypes import BF16, F16, F32, F64
 from pyggml.errors import ParamError
 from pyggml.registry import Cost, Spec, default_bytes, like, op, require, require_type
