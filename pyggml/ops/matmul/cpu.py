@@ -1,9 +1,12 @@
-"""CPU kernel of MUL_MAT.
+"""CPU kernels of MUL_MAT: dot products for any operands, and outer products where the rows of `a` stand side by side in memory.
 
-The result is cut into items, blocks of m x n of one batch. Along K an item goes in blocks of K_BLOCK: rows that are not
+`mul_mat`: the result is cut into items, blocks of m x n of one batch. Along K an item goes in blocks of K_BLOCK: rows that are not
 plain float32 are brought to scratch as such (dequantized, widened, gathered, padded with zeros to whole vectors), then tiles
 of 16 dot products are computed in registers. A dot product always has 16 partial sums, element k of the block in sum
 k % 16, added in the order of `sums_of_lanes`; blocks of K are added in order. So its bits depend on its two rows alone.
+
+`mul_mat_outer`: where `a` is transposed by stride (chunk states, values of the state-space product), K is the outer loop and
+nothing is packed: 64 results side by side are held in registers per column, each summed over k in order, in blocks of K.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pyggml.cpu.simd import LOAD, Helper, at, helper, intrinsic, ld_f32, st_f32, zero_bytes
-from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, store_floats, sums_of_lanes, transpose_16x16, wide_registers
+from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
 from pyggml.dtypes import F32
 from pyggml.quants.cpu import DEQUANT_ROW
 from pyggml.registry import kernel
@@ -213,3 +216,112 @@ def mul_mat(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0: Any, i
                             else:
                                 for r in range(rows):
                                     st_f32(o, r, ld_f32(o, r) + ld_f32(s, r))
+
+
+# -- outer products ---------------------------------------------------------------------------------------------------------
+
+K_OUTER = 256  # partial sums of so many terms, so that rounding does not grow with K
+OUTER_COLS = 4
+
+
+def _outer(b: Any, ir: Any, vectors: int, cols: int, at_once: int, operands: Any) -> None:
+    """vectors * 16 x cols results: for each k, side-by-side elements of `a` times one element of each column of `x`.
+    `first`: 1 to store, 0 to add to what is there. `at_once`: as many vectors of a column as stay in registers."""
+    a, a_k, x, x_k, x_col, n, dst, dst_col, first = operands
+    i64, zero, f32 = ir.IntType(64), float_constant(ir, 0.0), ir.FloatType().as_pointer()
+    x_cols = [b.gep(x, [b.mul(x_col, i64(c))]) for c in range(cols)]
+    for v0 in range(0, vectors, at_once):
+        places = [(v, c) for c in range(cols) for v in range(v0, v0 + at_once)]
+
+        def term(i: Any, acc: list[Any], places: list[tuple[int, int]] = places, v0: int = v0) -> list[Any]:
+            row = b.gep(a, [b.mul(i, a_k)])
+            av = {v: load_floats(b, ir, b.gep(row, [i64(v * LANES * 4)])) for v in range(v0, v0 + at_once)}
+            offset = b.mul(i, x_k)
+            xv = [splat(b, ir, b.load(b.bitcast(b.gep(p, [offset]), f32), align=4)) for p in x_cols]
+            return [multiply_add(b, ir, av[v], xv[c], s) for (v, c), s in zip(places, acc, strict=True)]
+
+        for (v, c), total in zip(places, loop(b, ir, n, [zero] * len(places), term), strict=True):
+            place = b.gep(dst, [b.add(b.mul(dst_col, i64(c)), i64(v * LANES * 4))])
+            store_floats(b, place, b.select(b.icmp_signed("!=", first, i64(0)), total, b.fadd(load_floats(b, ir, place), total)))
+
+
+_OUTER = "void(ptr, i64, ptr, i64, i64, i64, ptr, i64, i64)"
+
+
+@intrinsic(_OUTER)
+def outer_4x4(b: Any, ir: Any, *operands: Any) -> None:
+    """64 rows, 4 columns: (a, bytes to the next k, x, bytes to the next k, to the next column, terms, dst, bytes of a column, first)."""
+    _outer(b, ir, 4, 4, 4 if wide_registers() else 1, operands)
+
+
+@intrinsic(_OUTER)
+def outer_4x1(b: Any, ir: Any, *operands: Any) -> None:
+    """64 rows, 1 column; operands as outer_4x4."""
+    _outer(b, ir, 4, 1, 4, operands)
+
+
+@intrinsic(_OUTER)
+def outer_1x4(b: Any, ir: Any, *operands: Any) -> None:
+    """16 rows, 4 columns; operands as outer_4x4."""
+    _outer(b, ir, 1, 4, 1, operands)
+
+
+@intrinsic(_OUTER)
+def outer_1x1(b: Any, ir: Any, *operands: Any) -> None:
+    """16 rows, 1 column; operands as outer_4x4."""
+    _outer(b, ir, 1, 1, 1, operands)
+
+
+def _not_outer(node: Node) -> str | None:
+    a, b = _ab(node)
+    if a.dtype is not F32 or b.dtype is not F32:
+        return "an operand is not f32"
+    if a.nb[1] != 4 or a.nb[0] == 4:
+        return "the rows of a do not stand side by side"
+    return f"m is {a.ne[1]}, no multiple of {LANES}" if a.ne[1] % LANES else None
+
+
+def _outer_blocks(node: Node) -> tuple[int, int]:
+    """Rows and columns of an item: as many columns as keep the item's part of `a` (64 rows of K) in the cache for long."""
+    m, n, _, _ = node.out.ne
+    return (M_BLOCK if m % M_BLOCK == 0 else LANES), min(N_BLOCK // 4, -(-n // OUTER_COLS) * OUTER_COLS)
+
+
+def _outer_items(node: Node) -> int:
+    (m, n, b2, b3), (mb, nb) = node.out.ne, _outer_blocks(node)
+    return m // mb * -(-n // nb) * b2 * b3
+
+
+def _outer_chunk(node: Node) -> int:
+    mb, nb = _outer_blocks(node)
+    return CHUNK_PRODUCTS // (mb * min(nb, node.out.ne[1]) * _ab(node)[0].ne[0])
+
+
+def _outer_binds(node: Node) -> dict[str, Any]:
+    whole = node.out.ne[0] % M_BLOCK == 0
+    return {"outer_tile": outer_4x4 if whole else outer_1x4, "outer_edge": outer_4x1 if whole else outer_1x1}
+
+
+outer_tile, outer_edge = outer_4x4, outer_4x1  # bound
+
+
+@kernel("MUL_MAT", "cpu", when=_not_outer, items=_outer_items, chunk=_outer_chunk, params=_outer_blocks, bind=_outer_binds)
+def mul_mat_outer(out: Any, a: Any, b: Any, mb: Any, nb: Any, i0: Any, i1: Any) -> None:
+    """Items [i0, i1), blocks of m fastest."""
+    n_mb, n_nb = a.ne1 // mb, (b.ne1 + nb - 1) // nb
+    r2, r3 = b.ne2 // a.ne2, b.ne3 // a.ne3
+    for item in range(i0, i1):
+        m0, rest = item % n_mb * mb, item // n_mb
+        n0, batch = rest % n_nb * nb, rest // n_nb
+        i2, i3 = batch % b.ne2, batch // b.ne2
+        n1 = min(n0 + nb, b.ne1)
+        whole = n0 + (n1 - n0) // OUTER_COLS * OUTER_COLS
+        a_p, b_p = at(a.p, m0 * 4 + i2 // r2 * a.nb2 + i3 // r3 * a.nb3), at(b.p, i2 * b.nb2 + i3 * b.nb3)
+        o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
+        for k0 in range(0, a.ne0, K_OUTER):
+            k, first = min(K_OUTER, a.ne0 - k0), 1 if k0 == 0 else 0
+            a_k = at(a_p, k0 * a.nb0)
+            for j in range(n0, whole, OUTER_COLS):
+                outer_tile(a_k, a.nb0, at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1, k, at(o_p, j * out.nb1), out.nb1, first)
+            for j in range(whole, n1):
+                outer_edge(a_k, a.nb0, at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1, k, at(o_p, j * out.nb1), out.nb1, first)
