@@ -8,12 +8,13 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check -qq
 ARGS   ?=
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint docs clean
 
 help:
 	@echo "make demo   run the bundled model in both graphs"
 	@echo "make test   run the whole test suite"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   the support tables docs/ops.md and docs/ops/*.csv"
 	@echo "make clean  remove .venv, build folders and caches of the checkout"
 
 demo: $(VENV)/.installed
@@ -25,6 +26,9 @@ test: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
+
+docs: $(VENV)/.installed-test
+	@$(PY) -m pyggml test-ops support --write-docs docs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,9 @@
 """What every architecture file is made of: hyperparameters as a table of keys, tensors as a table of names and dims.
 
-An architecture module holds ARCH (GGUF `general.architecture`), HParams (a dataclass whose fields are made with `key`), TENSORS,
-`kinds(hp)` (one of "mamba", "attention", "mlp" per layer) and `build(hp, w, inp, mem, mamba)` (the graph). The loader
-checks a file against the tables and names all that is missing, misshapen or unread in one error.
+An architecture module holds ARCH (GGUF `general.architecture`), HParams (a dataclass whose fields are made with `key`), TENSORS, TINY
+(keys of the smallest file that fabricate() makes), `kinds(hp)` (one of "mamba", "attention", "mlp" per layer), `check(hp)` (ModelError for what
+it has no graph for) and `build(hp, w, inp, mem, mamba)` (the graph). The loader finds it by its file, checks a GGUF file against the tables
+and names all that is missing, misshapen or unread in one error.
 """
 
 from __future__ import annotations
@@ -37,6 +38,70 @@ class T:
     dims: str
     kind: str | None = None
     optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MambaHParams:
+    """Hyperparameters of a stack of Mamba2 layers, by llama.cpp's names."""
+
+    n_layer: int = key("block_count", positive=True)
+    n_embd: int = key("embedding_length", positive=True)
+    n_ctx_train: int = key("context_length", 0)
+    f_norm_rms_eps: float = key("attention.layer_norm_rms_epsilon", positive=True)
+    ssm_d_conv: int = key("ssm.conv_kernel", positive=True)
+    ssm_d_inner: int = key("ssm.inner_size", positive=True)
+    ssm_d_state: int = key("ssm.state_size", positive=True)
+    ssm_dt_rank: int = key("ssm.time_step_rank", positive=True)
+    ssm_n_group: int = key("ssm.group_count", positive=True)
+    n_vocab: int | None = key("vocab_size", None)
+
+
+@dataclass(frozen=True, slots=True)
+class HybridHParams(MambaHParams):
+    """The same with attention and MLPs."""
+
+    n_ff: tuple[int, ...] = key("feed_forward_length", per_layer=True)
+    n_head: tuple[int, ...] = key("attention.head_count", per_layer=True)
+    n_head_kv: tuple[int, ...] = key("attention.head_count_kv", per_layer=True)
+    key_length: int | None = key("attention.key_length", None)
+    value_length: int | None = key("attention.value_length", None)
+
+    def head_dims(self, il: int) -> tuple[int, int]:
+        """Elements of a head of K and of V: the file's own lengths, else n_embd / n_head for K and K's for V."""
+        d_k = self.key_length or self.n_embd // self.n_head[il]
+        return d_k, self.value_length or d_k
+
+
+HEAD = (
+    T("token_embd.weight", "n_embd n_vocab"),
+    T("output_norm.weight", "n_embd"),
+    T("output.weight", "n_embd n_vocab", optional=True),
+)
+MAMBA = (
+    T("blk.{i}.ssm_in.weight", "n_embd d_in_proj", "mamba"),
+    T("blk.{i}.ssm_conv1d.weight", "d_conv conv_dim", "mamba"),
+    T("blk.{i}.ssm_conv1d.bias", "conv_dim", "mamba"),
+    T("blk.{i}.ssm_dt.bias", "n_ssm_head", "mamba"),
+    T("blk.{i}.ssm_a", "one n_ssm_head", "mamba"),
+    T("blk.{i}.ssm_d", "one n_ssm_head", "mamba"),
+    T("blk.{i}.ssm_norm.weight", "d_group n_group", "mamba"),
+    T("blk.{i}.ssm_out.weight", "d_inner n_embd", "mamba"),
+)
+ATTENTION = (
+    T("blk.{i}.attn_q.weight", "n_embd n_embd_q", "attention"),
+    T("blk.{i}.attn_k.weight", "n_embd n_embd_k", "attention"),
+    T("blk.{i}.attn_v.weight", "n_embd n_embd_v", "attention"),
+    T("blk.{i}.attn_output.weight", "n_embd_o n_embd", "attention"),
+    T("blk.{i}.attn_q.bias", "n_embd_q", "attention", optional=True),
+    T("blk.{i}.attn_k.bias", "n_embd_k", "attention", optional=True),
+    T("blk.{i}.attn_v.bias", "n_embd_v", "attention", optional=True),
+    T("blk.{i}.attn_output.bias", "n_embd", "attention", optional=True),
+)
+
+TINY_MAMBA: dict[str, Any] = {
+    "embedding_length": 32, "context_length": 4096, "attention.layer_norm_rms_epsilon": 1e-5,
+    "ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 8, "ssm.group_count": 2,
+}
 
 
 def read_hparams(cls: type[H], arch: str, metadata: Mapping[str, Any]) -> H:

@@ -10,32 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pyggml.errors import ModelError
-from pyggml.models.base import T, Weights, key
-from pyggml.models.layers import MambaChoice, attention, mamba_block, mlp_swiglu, named, norm, scaled
+from pyggml.models.base import ATTENTION, HEAD, MAMBA, TINY_MAMBA, HybridHParams, T, Weights, key
+from pyggml.models.layers import MambaChoice, attention, head, mamba_block, mlp_swiglu, named, norm, scaled
 from pyggml.ops.layout.defs import get_rows
-from pyggml.ops.matmul.defs import mul_mat
 from pyggml.ops.pointwise.defs import add
 from pyggml.runtime.batch import GraphInputs
 from pyggml.runtime.memory import Memory
-from pyggml.tensor import Tensor
+from pyggml.tensor import Tensor, scope
 
 ARCH = "granitehybrid"
 
 
 @dataclass(frozen=True, slots=True)
-class HParams:
-    """Hyperparameters by llama.cpp's names."""
+class HParams(HybridHParams):
+    """A hybrid's, the multipliers and the positions."""
 
-    n_layer: int = key("block_count", positive=True)
-    n_embd: int = key("embedding_length", positive=True)
-    n_ctx_train: int = key("context_length", 0)
-    n_ff: tuple[int, ...] = key("feed_forward_length", per_layer=True)
-    n_head: tuple[int, ...] = key("attention.head_count", per_layer=True)
-    n_head_kv: tuple[int, ...] = key("attention.head_count_kv", per_layer=True)
-    key_length: int | None = key("attention.key_length", None)
-    value_length: int | None = key("attention.value_length", None)
-    f_norm_rms_eps: float = key("attention.layer_norm_rms_epsilon", positive=True)
     f_attention_scale: float | None = key("attention.scale", None)
     f_embedding_scale: float | None = key("embedding_scale", None)
     f_residual_scale: float | None = key("residual_scale", None)
@@ -46,39 +38,8 @@ class HParams:
     rope_freq_base: float = key("rope.freq_base", 10000.0, positive=True)
     n_rot: int | None = key("rope.dimension_count", None)
     n_expert: int = key("expert_count", 0)
-    ssm_d_conv: int = key("ssm.conv_kernel", positive=True)
-    ssm_d_inner: int = key("ssm.inner_size", positive=True)
-    ssm_d_state: int = key("ssm.state_size", positive=True)
-    ssm_dt_rank: int = key("ssm.time_step_rank", positive=True)
-    ssm_n_group: int = key("ssm.group_count", positive=True)
-    n_vocab: int | None = key("vocab_size", None)
 
 
-MAMBA = (
-    T("blk.{i}.ssm_in.weight", "n_embd d_in_proj", "mamba"),
-    T("blk.{i}.ssm_conv1d.weight", "d_conv conv_dim", "mamba"),
-    T("blk.{i}.ssm_conv1d.bias", "conv_dim", "mamba"),
-    T("blk.{i}.ssm_dt.bias", "n_ssm_head", "mamba"),
-    T("blk.{i}.ssm_a", "one n_ssm_head", "mamba"),
-    T("blk.{i}.ssm_d", "one n_ssm_head", "mamba"),
-    T("blk.{i}.ssm_norm.weight", "d_group n_group", "mamba"),
-    T("blk.{i}.ssm_out.weight", "d_inner n_embd", "mamba"),
-)
-ATTENTION = (
-    T("blk.{i}.attn_q.weight", "n_embd n_embd_q", "attention"),
-    T("blk.{i}.attn_k.weight", "n_embd n_embd_k", "attention"),
-    T("blk.{i}.attn_v.weight", "n_embd n_embd_v", "attention"),
-    T("blk.{i}.attn_output.weight", "n_embd_o n_embd", "attention"),
-    T("blk.{i}.attn_q.bias", "n_embd_q", "attention", optional=True),
-    T("blk.{i}.attn_k.bias", "n_embd_k", "attention", optional=True),
-    T("blk.{i}.attn_v.bias", "n_embd_v", "attention", optional=True),
-    T("blk.{i}.attn_output.bias", "n_embd", "attention", optional=True),
-)
-HEAD = (
-    T("token_embd.weight", "n_embd n_vocab"),
-    T("output_norm.weight", "n_embd"),
-    T("output.weight", "n_embd n_vocab", optional=True),
-)
 TENSORS = (
     *HEAD,
     T("blk.{i}.attn_norm.weight", "n_embd"),
@@ -92,6 +53,10 @@ TENSORS = (
     T("blk.{i}.ffn_up.bias", "n_ff", optional=True),
     T("blk.{i}.ffn_down.bias", "n_embd", optional=True),
 )
+TINY: dict[str, Any] = {
+    "block_count": 3, "feed_forward_length": 48, "attention.head_count": 4, "attention.head_count_kv": np.array([0, 2, 0], np.int32),
+    "embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 3.0, "attention.scale": 0.1, "rope.scaling.finetuned": False, **TINY_MAMBA,
+}
 
 
 def kinds(hp: HParams) -> tuple[str, ...]:
@@ -117,28 +82,20 @@ def rope_args(hp: HParams, d_k: int) -> dict[str, Any] | None:
 
 def build(hp: HParams, w: Weights, inp: GraphInputs, mem: Memory, mamba: MambaChoice) -> Tensor:
     """Logits [n_vocab, n_outputs]."""
-    x = named(get_rows(w["token_embd.weight"], inp.tokens), "inp_embd")          # [n_embd, n_tokens]
-    x = scaled(x, hp.f_embedding_scale, "inp_embd_scaled")
+    with scope("embedding"):
+        x = named(get_rows(w["token_embd.weight"], inp.tokens), "inp_embd")          # [n_embd, n_tokens]
+        x = scaled(x, hp.f_embedding_scale, "inp_embd_scaled")
     for il, kind in enumerate(kinds(hp)):
-        lw = w.layer(il)
-        cur = norm(x, lw["attn_norm.weight"], hp.f_norm_rms_eps, "attn_norm", il)
-        if kind == "mamba":
-            cur = mamba_block(lw, cur, inp, mem, il, hp, mamba)
-        else:
-            d_k = hp.key_length or hp.n_embd // hp.n_head[il]
-            cur = attention(lw, cur, inp, mem, il, n_head=hp.n_head[il], n_head_kv=hp.n_head_kv[il], d_k=d_k, d_v=hp.value_length or d_k,
-                            kq_scale=hp.f_attention_scale or d_k ** -0.5, rope_args=rope_args(hp, d_k))
-        x = named(add(scaled(cur, hp.f_residual_scale, f"{kind}_out_scaled", il), x), "ffn_inp", il)
-        cur = mlp_swiglu(lw, norm(x, lw["ffn_norm.weight"], hp.f_norm_rms_eps, "ffn_norm", il), il)
-        x = named(add(scaled(cur, hp.f_residual_scale, "ffn_out_scaled", il), x), "l_out", il)
+        with scope("residual", il):
+            lw = w.layer(il)
+            cur = norm(x, lw["attn_norm.weight"], hp.f_norm_rms_eps, "attn_norm", il)
+            if kind == "mamba":
+                cur = mamba_block(lw, cur, inp, mem, il, hp, mamba)
+            else:
+                d_k, d_v = hp.head_dims(il)
+                cur = attention(lw, cur, inp, mem, il, n_head=hp.n_head[il], n_head_kv=hp.n_head_kv[il], d_k=d_k, d_v=d_v,
+                                kq_scale=hp.f_attention_scale or d_k ** -0.5, rope_args=rope_args(hp, d_k))
+            x = named(add(scaled(cur, hp.f_residual_scale, f"{kind}_out_scaled", il), x), "ffn_inp", il)
+            cur = mlp_swiglu(lw, norm(x, lw["ffn_norm.weight"], hp.f_norm_rms_eps, "ffn_norm", il), il)
+            x = named(add(scaled(cur, hp.f_residual_scale, "ffn_out_scaled", il), x), "l_out", il)
     return head(w, x, inp, hp.f_norm_rms_eps, hp.f_logit_scale)
-
-
-def head(w: Weights, x: Tensor, inp: GraphInputs, eps: float, logit_scale: float | None = None) -> Tensor:
-    """Final norm and output projection of the wanted tokens; without output.weight the embedding serves."""
-    if inp.out_ids is not None:
-        x = named(get_rows(x, inp.out_ids), "inp_out")
-    x = norm(x, w["output_norm.weight"], eps, "result_norm")
-    out = w.get("output.weight")
-    logits = named(mul_mat(out if out is not None else w["token_embd.weight"], x), "result_output")
-    return scaled(logits, 1.0 / logit_scale if logit_scale else None, "result_output_scaled")

@@ -20,9 +20,12 @@ from pyggml.ops.pointwise.defs import add, cast, mul, relu, scale, silu, softplu
 from pyggml.ops.ssm.defs import ssm_conv, ssm_scan
 from pyggml.runtime.batch import GraphInputs
 from pyggml.runtime.memory import Memory
-from pyggml.tensor import Tensor
+from pyggml.tensor import Tensor, current_scope, scope
 
 FORMS = ("scan", "ssd")
+# The parts of a model, by which reports count (pyggml.tensor.scope). residual: norms, multipliers and additions between the blocks; scan: the
+# state-space product in either form; state: reads, copies and writes of the recurrent states; mamba2: what a user's function leaves unnamed.
+PARTS = ("embedding", "residual", "in-proj", "conv", "scan", "gated norm", "out-proj", "state", "mamba2", "attention", "mlp", "head")
 Mamba2Fn = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
@@ -31,7 +34,8 @@ class LayerWeights(Protocol):
 
     def __getitem__(self, name: str) -> Tensor: ...
 
-    def get(self, name: str) -> Tensor | None: ...
+    def get(self, name: str) -> Tensor | None:
+        """The tensor, or None."""
 
 
 def named(t: Tensor, name: str, il: int | None = None) -> Tensor:
@@ -59,38 +63,41 @@ def scaled(x: Tensor, factor: float | None, name: str, il: int | None = None) ->
 
 def mlp_swiglu(w: LayerWeights, x: Tensor, il: int) -> Tensor:
     """down(silu(gate(x)) * up(x))."""
-    gate = named(linear(w, "ffn_gate", x), "ffn_gate", il)
-    up = named(linear(w, "ffn_up", x), "ffn_up", il)
-    return named(linear(w, "ffn_down", named(swiglu_split(gate, up), "ffn_swiglu", il)), "ffn_out", il)
+    with scope("mlp", il):
+        gate = named(linear(w, "ffn_gate", x), "ffn_gate", il)
+        up = named(linear(w, "ffn_up", x), "ffn_up", il)
+        return named(linear(w, "ffn_down", named(swiglu_split(gate, up), "ffn_swiglu", il)), "ffn_out", il)
 
 
 def mlp_relu2(w: LayerWeights, x: Tensor, il: int) -> Tensor:
     """down(relu(up(x))^2)."""
-    up = named(linear(w, "ffn_up", x), "ffn_up", il)
-    return named(linear(w, "ffn_down", named(sqr(relu(up)), "ffn_relu2", il)), "ffn_out", il)
+    with scope("mlp", il):
+        up = named(linear(w, "ffn_up", x), "ffn_up", il)
+        return named(linear(w, "ffn_down", named(sqr(relu(up)), "ffn_relu2", il)), "ffn_out", il)
 
 
 def attention(w: LayerWeights, x: Tensor, inp: GraphInputs, mem: Memory, il: int, *, n_head: int, n_head_kv: int, d_k: int, d_v: int, kq_scale: float,
               rope_args: dict[str, Any] | None = None) -> Tensor:
     """Causal attention over the cache. x: [n_embd, n_tokens]; out: [n_embd, n_tokens]. Query head h uses KV head h // (n_head / n_head_kv)."""
-    n = inp.n_tokens
-    q = named(reshape(linear(w, "attn_q", x), [d_k, n_head, n]), "Qcur", il)
-    k = named(reshape(linear(w, "attn_k", x), [d_k, n_head_kv, n]), "Kcur", il)
-    v = named(linear(w, "attn_v", x), "Vcur", il)
-    if rope_args is not None:
-        q = named(rope(q, inp.pos, **rope_args), "Qcur_rope", il)
-        k = named(rope(k, inp.pos, **rope_args), "Kcur_rope", il)
-    cache_k, cache_v = mem.k[il], mem.v[il]
-    assert cache_k is not None and cache_v is not None
-    cache_k = set_rows(cache_k, reshape(k, [d_k * n_head_kv, n]), inp.kv_idxs)
-    cache_v = set_rows(cache_v, v, inp.kv_idxs)
-    keys = permute(_heads(cache_k, d_k, n_head_kv, inp.n_kv), 0, 2, 1, 3)      # [d_k, n_kv, n_head_kv]
-    values = permute(_heads(cache_v, d_v, n_head_kv, inp.n_kv), 1, 2, 0, 3)    # [n_kv, d_v, n_head_kv]
-    kq = named(mul_mat(keys, permute(q, 0, 2, 1, 3)), "kq", il)                # [n_kv, n_tokens, n_head]
-    kq = named(soft_max(kq, inp.kq_mask, scale=kq_scale), "kq_soft_max", il)
-    kqv = named(mul_mat(values, kq), "kqv", il)                                # [d_v, n_tokens, n_head]
-    merged = reshape(cont(permute(kqv, 0, 2, 1, 3)), [d_v * n_head, n])
-    return named(linear(w, "attn_output", named(merged, "kqv_merged", il)), "attn_out", il)
+    with scope("attention", il):
+        n = inp.n_tokens
+        q = named(reshape(linear(w, "attn_q", x), [d_k, n_head, n]), "Qcur", il)
+        k = named(reshape(linear(w, "attn_k", x), [d_k, n_head_kv, n]), "Kcur", il)
+        v = named(linear(w, "attn_v", x), "Vcur", il)
+        if rope_args is not None:
+            q = named(rope(q, inp.pos, **rope_args), "Qcur_rope", il)
+            k = named(rope(k, inp.pos, **rope_args), "Kcur_rope", il)
+        cache_k, cache_v = mem.k[il], mem.v[il]
+        assert cache_k is not None and cache_v is not None
+        cache_k = set_rows(cache_k, reshape(k, [d_k * n_head_kv, n]), inp.kv_idxs)
+        cache_v = set_rows(cache_v, v, inp.kv_idxs)
+        keys = permute(_heads(cache_k, d_k, n_head_kv, inp.n_kv), 0, 2, 1, 3)      # [d_k, n_kv, n_head_kv]
+        values = permute(_heads(cache_v, d_v, n_head_kv, inp.n_kv), 1, 2, 0, 3)    # [n_kv, d_v, n_head_kv]
+        kq = named(mul_mat(keys, permute(q, 0, 2, 1, 3)), "kq", il)                # [n_kv, n_tokens, n_head]
+        kq = named(soft_max(kq, inp.kq_mask, scale=kq_scale), "kq_soft_max", il)
+        kqv = named(mul_mat(values, kq), "kqv", il)                                # [d_v, n_tokens, n_head]
+        merged = reshape(cont(permute(kqv, 0, 2, 1, 3)), [d_v * n_head, n])
+        return named(linear(w, "attn_output", named(merged, "kqv_merged", il)), "attn_out", il)
 
 
 def _heads(cache: Tensor, d: int, n_head: int, n_kv: int) -> Tensor:
@@ -98,7 +105,21 @@ def _heads(cache: Tensor, d: int, n_head: int, n_kv: int) -> Tensor:
     return view(cache, [d, n_head, n_kv], [d * cache.dtype.nbytes, cache.nb[1]])
 
 
-# -- Mamba2 ---------------------------------------------------------------------------------------------------------------
+def head(w: LayerWeights, x: Tensor, inp: GraphInputs, eps: float, logit_scale: float | None = None) -> Tensor:
+    """Final norm and output projection of the wanted tokens; without output.weight the embedding serves. Out: [n_vocab, n_outputs]."""
+    with scope("head"):
+        if inp.out_ids is not None:
+            x = named(get_rows(x, inp.out_ids), "inp_out")
+        x = norm(x, w["output_norm.weight"], eps, "result_norm")
+        out = w.get("output.weight")
+        logits = named(mul_mat(out if out is not None else w["token_embd.weight"], x), "result_output")
+        return scaled(logits, 1.0 / logit_scale if logit_scale else None, "result_output_scaled")
+
+
+# -- Mamba2
+
+MAMBA2_WEIGHTS = ("ssm_in.weight", "ssm_conv1d.weight", "ssm_conv1d.bias", "ssm_dt.bias", "ssm_a", "ssm_d", "ssm_out.weight")  # ssm_norm.weight may be absent
+
 
 class SSM:
     """Sizes of a Mamba2 layer, from an object or a mapping with llama.cpp's hparam names: ssm_d_conv, ssm_d_inner, ssm_d_state,
@@ -117,7 +138,9 @@ class SSM:
         if self.n_group < 1 or self.n_head % self.n_group:
             raise ShapeError(f"mamba2_layer: ssm_n_group {self.n_group} must divide ssm_dt_rank (heads) {self.n_head}")
         self.head_dim = self.d_inner // self.n_head
+        self.d_group = self.d_inner // self.n_group
         self.conv_dim = self.d_inner + 2 * self.n_group * self.d_state
+        self.d_in_proj = self.d_inner + self.conv_dim + self.n_head  # z, then x, B and C, then dt
 
     @property
     def conv_ne(self) -> tuple[int, int]:
@@ -131,7 +154,7 @@ class SSM:
 
 
 def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hparams: Any, *, form: str = "ssd", chunk: int | str | None = None,
-                 ids: Tensor | None = None, il: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+                 ids: Tensor | None = None, il: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """One Mamba2 layer on plain tensors: input projection, causal conv, state-space product, gated norm, output projection.
 
     x: f32 [n_embd, n_tokens, n_seqs], n_tokens per sequence. weights: a mapping with ssm_in.weight, ssm_conv1d.weight,
@@ -140,8 +163,8 @@ def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hp
     n_tokens, n_seqs] and both states after x. `form`: "scan" (the recurrence, SSM_SCAN) or "ssd" (the chunked products of
     the paper, in primitive ops, with as many nodes for any number of tokens); one token per sequence takes the recurrence in
     both. `chunk`: tokens per chunk of the ssd form, None (from the plan-memory limit of ssd.default_chunk) or "none" (one
-    chunk). `ids` (i32 [n_seqs]): conv and ssm are then pools of rows, and sequence s uses row ids[s]. Source: Dao & Gu 2024
-    (Mamba-2), listing 1; llama.cpp's build_mamba2_layer.
+    chunk). `ids` (i32 [n_seqs]): conv and ssm are then pools of rows, and sequence s uses row ids[s]. `il`: the layer's number
+    in names (default: that of the scope around, else 0). Source: Dao & Gu 2024 (Mamba-2), listing 1; llama.cpp's build_mamba2_layer.
 
     >>> import pyggml as pg
     >>> hp = dict(ssm_d_conv=4, ssm_d_inner=64, ssm_d_state=16, ssm_n_group=1, ssm_dt_rank=4, f_norm_rms_eps=1e-5)
@@ -153,48 +176,56 @@ def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hp
     """
     if form not in FORMS:
         raise ParamError(f"mamba2_layer: form {form!r}; legal: {', '.join(FORMS)}")
+    il = current_scope().layer or 0 if il is None else il
     p = SSM(hparams)
+    for name, t in {"x": x, "conv": conv, "ssm": ssm, **{w: weights.get(w) for w in MAMBA2_WEIGHTS}}.items():
+        if not isinstance(t, Tensor):
+            raise ParamError(f"mamba2_layer: {name} is {'missing' if t is None else type(t).__name__}; it must be a tensor")
     n, s = x.ne[1], x.ne[2]
-    d_proj = 2 * p.d_inner + 2 * p.n_group * p.d_state + p.n_head
-    zxbcdt = named(mul_mat(weights["ssm_in.weight"], x), "ssm_in", il)
-    if zxbcdt.ne[0] != d_proj:
-        raise ShapeError(f"mamba2_layer: ssm_in.weight gives {zxbcdt.ne[0]} rows; z, x, B, C and dt need {d_proj}")
-    row, seq, es = zxbcdt.nb[1], zxbcdt.nb[2], 4
-    z = view(zxbcdt, [p.d_inner, n, s], [row, seq])
-    xbc = view(zxbcdt, [p.conv_dim, n, s], [row, seq], p.d_inner * es)
-    dt = view(zxbcdt, [p.n_head, n, s], [row, seq], (p.d_inner + p.conv_dim) * es)
-
-    # the window of the causal conv: the last d_conv - 1 inputs, then the new ones, time innermost
-    conv0 = _gathered(conv, ids, [*p.conv_ne, s])
-    window = named(concat(_checked(conv0, [*p.conv_ne, s], "conv"), permute(xbc, 1, 0, 2, 3)), "conv_input", il)  # [d_conv-1 + n, conv_dim, n_seqs]
-    new_conv = named(cont(view(window, [*p.conv_ne, s], [window.nb[1], window.nb[2]], n * window.nb[0])), "conv_state", il)
-
+    with scope("in-proj", il):
+        zxbcdt = named(mul_mat(weights["ssm_in.weight"], x), "ssm_in", il)
+        if zxbcdt.ne[0] != p.d_in_proj:
+            raise ShapeError(f"mamba2_layer: ssm_in.weight gives {zxbcdt.ne[0]} rows; z, x, B, C and dt need {p.d_in_proj}")
+        row, seq, es = zxbcdt.nb[1], zxbcdt.nb[2], 4
+        z = view(zxbcdt, [p.d_inner, n, s], [row, seq])
+        xbc = view(zxbcdt, [p.conv_dim, n, s], [row, seq], p.d_inner * es)
+        dt = view(zxbcdt, [p.n_head, n, s], [row, seq], (p.d_inner + p.conv_dim) * es)
     recurrent = form == "scan" or n == 1
     q = 0 if recurrent else ssd.chunk_size(chunk, n, s, p.n_head)
     n_pad = n if recurrent else -(-n // q) * q
-    act = silu(add(ssm_conv(window, weights["ssm_conv1d.weight"], n_t=n_pad), weights["ssm_conv1d.bias"]))
-    act = named(act, "conv_output_silu", il)                                    # [conv_dim, n_pad, n_seqs]
-    dt = named(add(dt, weights["ssm_dt.bias"]), "dt", il)
-    a, d = reshape(weights["ssm_a"], [1, p.n_head]), reshape(weights["ssm_d"], [1, p.n_head])
-    if recurrent:
-        in_place = ids is not None and ssm.dtype is F32                         # the scan reads the pool's rows itself
+
+    with scope("state", il):
+        conv0 = _checked(_gathered(conv, ids, [*p.conv_ne, s]), [*p.conv_ne, s], "mamba2_layer: conv")
+    with scope("conv", il):  # its window: the last d_conv - 1 inputs, then the new ones, time innermost
+        window = named(concat(conv0, permute(xbc, 1, 0, 2, 3)), "conv_input", il)  # [d_conv-1 + n, conv_dim, n_seqs]
+        act = silu(add(ssm_conv(window, weights["ssm_conv1d.weight"], n_t=n_pad), weights["ssm_conv1d.bias"]))
+        act = named(act, "conv_output_silu", il)                                # [conv_dim, n_pad, n_seqs]
+    with scope("state", il):
+        new_conv = named(cont(view(window, [*p.conv_ne, s], [window.nb[1], window.nb[2]], n * window.nb[0])), "conv_state", il)
+        in_place = recurrent and ids is not None and ssm.dtype is F32           # the scan reads the pool's rows itself
         state0 = reshape(ssm, [*p.ssm_ne, -1]) if in_place else _gathered(ssm, ids, [*p.ssm_ne, s])
-        rows = ids if in_place else cast(arange(0, s), "i32")
-        xs, b, c = ssd.split_xbc(act, p.head_dim, p.n_head, p.d_state, p.n_group, n, s)
-        y, new_ssm = ssm_scan(_checked(state0, [*p.ssm_ne, state0.ne[3]], "ssm"), xs, dt, a, b, c, rows)
-        y = add(y, mul(xs, d))
-    else:
-        state0 = _gathered(ssm, ids, [*p.ssm_ne, s])
-        delta = pad(softplus(dt), 0, n_pad - n)                                 # a padded step has dt 0: it decays by 1 and adds nothing
-        y, new_ssm = ssd.ssd_graph(act, delta, a, d, _checked(state0, [*p.ssm_ne, s], "ssm"), p.n_group, q, il)
-        y = view(y, [p.head_dim, p.n_head, n, s], [y.nb[1], y.nb[2], y.nb[2] * n_pad])
-    y = named(y, "mamba2_y_add_d", il)                                          # [head_dim, n_head, n, n_seqs]
-    y = named(swiglu_split(z, _rows(y, p.d_inner, n, s)), "mamba2_gated", il)   # silu(z) * y
-    weight = weights.get("ssm_norm.weight")
-    if weight is not None:
-        groups = reshape(y, [p.d_inner // p.n_group, p.n_group, n, s])
-        y = reshape(mul(rms_norm(groups, eps=p.eps), reshape(weight, [p.d_inner // p.n_group, p.n_group])), [p.d_inner, n, s])
-    out = named(mul_mat(weights["ssm_out.weight"], y), "mamba_out", il)
+        state0 = _checked(state0, [*p.ssm_ne, state0.ne[3] if recurrent else s], "mamba2_layer: ssm")
+    with scope("scan", il):
+        dt = named(add(dt, weights["ssm_dt.bias"]), "dt", il)
+        a, d = reshape(weights["ssm_a"], [1, p.n_head]), reshape(weights["ssm_d"], [1, p.n_head])
+        if recurrent:
+            rows = ids if in_place else cast(arange(0, s), "i32")
+            xs, b, c = ssd.split_xbc(act, p.head_dim, p.n_head, p.d_state, p.n_group, n, s)
+            y, new_ssm = ssm_scan(state0, xs, dt, a, b, c, rows)
+            y = add(y, mul(xs, d))
+        else:
+            delta = pad(named(softplus(dt), "dt_softplus", il), 0, n_pad - n)   # a padded step has dt 0: it decays by 1 and adds nothing
+            y, new_ssm = ssd.ssd_graph(act, delta, a, d, state0, p.n_group, q, il)
+            y = view(y, [p.head_dim, p.n_head, n, s], [y.nb[1], y.nb[2], y.nb[2] * n_pad])
+        y = named(y, "mamba2_y_add_d", il)                                      # [head_dim, n_head, n, n_seqs]
+    with scope("gated norm", il):
+        y = named(swiglu_split(z, _rows(y, p.d_inner, n, s)), "mamba2_gated", il)  # silu(z) * y
+        weight = weights.get("ssm_norm.weight")
+        if weight is not None:
+            groups = reshape(y, [p.d_group, p.n_group, n, s])
+            y = reshape(mul(rms_norm(groups, eps=p.eps), reshape(weight, [p.d_group, p.n_group])), [p.d_inner, n, s])
+    with scope("out-proj", il):
+        out = named(mul_mat(weights["ssm_out.weight"], y), "mamba_out", il)
     return out, new_conv, named(new_ssm, "ssm_state", il)
 
 
@@ -212,9 +243,8 @@ def _gathered(state: Tensor, ids: Tensor | None, ne: list[int]) -> Tensor:
 
 
 def _checked(t: Tensor, ne: list[int], what: str) -> Tensor:
-    want = (*ne, 1, 1, 1)[:4]
-    if t.ne != want:
-        raise ShapeError(f"mamba2_layer: {what} has ne {list(t.ne)}; expected {list(want)}")
+    if t.ne != (*ne, 1, 1, 1)[:4]:
+        raise ShapeError(f"{what} has ne {list(t.ne)}; expected {ne}")
     return t
 
 
@@ -233,11 +263,15 @@ def mamba_block(w: LayerWeights, x: Tensor, inp: GraphInputs, mem: Memory, il: i
     xs = reshape(x, [x.ne[0], n, s])
     if callable(mamba.form):
         p = SSM(hparams)
-        states = reshape(get_rows(conv, inp.rows), [*p.conv_ne, s]), reshape(get_rows(ssm, inp.rows), [*p.ssm_ne, s])
-        y, new_conv, new_ssm = _checked_user(mamba.form(xs, w, *states, hparams, form="user", chunk=mamba.chunk), (x.ne[0], n, s), p)
+        with scope("state", il):
+            states = _gathered(conv, inp.rows, [*p.conv_ne, s]), _gathered(ssm, inp.rows, [*p.ssm_ne, s])
+        with scope("mamba2", il):
+            made = mamba.form(xs, w, *states, hparams, form="user", chunk=mamba.chunk)
+            y, new_conv, new_ssm = _checked_user(made, (x.ne[0], n, s), p)
     else:
         y, new_conv, new_ssm = mamba2_layer(xs, w, conv, ssm, hparams, form=mamba.form, chunk=mamba.chunk, ids=inp.rows, il=il)
-    mem.updates += [set_rows(conv, _state_rows(new_conv, conv.ne[0], s), inp.rows), set_rows(ssm, _state_rows(new_ssm, ssm.ne[0], s), inp.rows)]
+    with scope("state", il):
+        mem.updates += [set_rows(conv, _state_rows(new_conv, conv.ne[0], s), inp.rows), set_rows(ssm, _state_rows(new_ssm, ssm.ne[0], s), inp.rows)]
     return reshape(y, [y.ne[0], inp.n_tokens])
 
 
@@ -252,6 +286,5 @@ def _checked_user(made: Any, y_ne: tuple[int, int, int], p: SSM) -> tuple[Tensor
     y, conv, ssm = made
     s = y_ne[2]
     for t, ne, what in ((y, [*y_ne], "y"), (conv, [*p.conv_ne, s], "conv"), (ssm, [*p.ssm_ne, s], "ssm")):
-        if t.ne != (*ne, 1, 1, 1)[:4]:
-            raise ShapeError(f"mamba2 function: {what} has ne {list(t.ne)}; expected {ne}")
+        _checked(t, ne, f"mamba2 function: {what}")
     return tuple(t if t.is_contiguous else cont(t) for t in made)

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from pyggml.dtypes import BF16, F16, F32, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType, dtype
-from pyggml.errors import FormatError, ModelError, ParamError
+from pyggml.dtypes import BF16, F16, F32, DType, dtype
+from pyggml.errors import ContextError, FormatError, ModelError, ParamError
 from pyggml.gguf import GGUFFile, read_gguf
 from pyggml.graph import Graph
-from pyggml.models.base import Weights, check_tensors, read_hparams
+from pyggml.models.base import HybridHParams, Weights, check_tensors, read_hparams
 from pyggml.models.layers import FORMS, SSM, MambaChoice
+from pyggml.models.ssd import check_chunk
+from pyggml.quants import WEIGHT_TYPES
 from pyggml.runtime.batch import GraphInputs
 from pyggml.runtime.context import Context
 from pyggml.runtime.memory import Memory, MemoryShape
 from pyggml.runtime.vocab import Vocab
 from pyggml.tensor import Tensor, raw_tensor, tensor
 
-ARCHITECTURES = ("granitehybrid", "mamba2", "nemotron_h")
-MATRIX_TYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K)
 VECTOR_TYPES = (F32, F16, BF16)
+CACHE_TYPES = ("f32", "f16", "bf16")
 PROBES = {"mamba": "ssm_in.weight", "attention": "attn_q.weight"}  # whose presence shows what a layer is
+
+
+@cache
+def architectures() -> dict[str, ModuleType]:
+    """The modules of this package that describe an architecture, by its GGUF name."""
+    modules = (import_module(f"pyggml.models.{p.stem}") for p in sorted(Path(__file__).parent.glob("[!_]*.py")))
+    return {m.ARCH: m for m in modules if hasattr(m, "ARCH")}
 
 
 def load_model(path: str | os.PathLike[str]) -> Model:
@@ -50,6 +59,7 @@ class Model:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
+        self.closed = False
         self.metadata: Mapping[str, Any] = file.metadata
         try:
             self._read()
@@ -58,10 +68,10 @@ class Model:
 
     def _read(self) -> None:
         arch = self.metadata.get("general.architecture")
-        if arch not in ARCHITECTURES:
-            raise ModelError(f"key general.architecture: found {arch!r}; legal: {', '.join(ARCHITECTURES)}")
-        self.arch: str = arch
-        self._module = import_module(f"pyggml.models.{arch}")
+        if not isinstance(arch, str) or arch not in architectures():
+            raise ModelError(f"key general.architecture: found {arch!r}; legal: {', '.join(architectures())}")
+        self.arch = arch
+        self._module = architectures()[arch]
         self.hparams = read_hparams(self._module.HParams, arch, self.metadata)
         self._module.check(self.hparams)
         self.kinds: tuple[str, ...] = self._module.kinds(self.hparams)
@@ -71,7 +81,7 @@ class Model:
         check_tensors(self._module.TENSORS, self.kinds, lambda il: layer_dims(self.hparams, self.kinds[il], il, self.n_vocab), shapes, PROBES)
         self.weights: dict[str, Tensor] = {}
         for name, info in self.file.tensors.items():
-            legal = MATRIX_TYPES if _is_matrix(name) else (F32,) if name.endswith(("ssm_a", "ssm_d", "ssm_dt.bias")) else VECTOR_TYPES
+            legal = WEIGHT_TYPES if is_matrix(name) else (F32,) if name.endswith(("ssm_a", "ssm_d", "ssm_dt.bias")) else VECTOR_TYPES
             if info.dtype not in legal:
                 raise ModelError(f"tensor {name}: type {info.dtype.name} is not supported here; legal: {', '.join(t.name for t in legal)}")
             self.weights[name] = raw_tensor(self.file.raw(name), info.dtype, info.ne, name)
@@ -124,8 +134,8 @@ class Model:
         hp = self.hparams
         attn, rec = [k == "attention" for k in self.kinds], [k == "mamba" for k in self.kinds]
         ssm = SSM(hp) if any(rec) else None
-        return MemoryShape(tuple(hp.n_head_kv[i] * head_dims(hp, i)[0] if a else 0 for i, a in enumerate(attn)),
-                           tuple(hp.n_head_kv[i] * head_dims(hp, i)[1] if a else 0 for i, a in enumerate(attn)),
+        return MemoryShape(tuple(hp.n_head_kv[i] * hp.head_dims(i)[0] if a else 0 for i, a in enumerate(attn)),
+                           tuple(hp.n_head_kv[i] * hp.head_dims(i)[1] if a else 0 for i, a in enumerate(attn)),
                            tuple(ssm.conv_ne if r and ssm else None for r in rec), tuple(ssm.ssm_ne if r and ssm else None for r in rec))
 
     def context(self, *, backend: str = "cpu", threads: int | None = None, n_ctx: int = 4096, n_ubatch: int = 512, n_seq_max: int = 1,
@@ -136,12 +146,14 @@ class Model:
         `mamba2`: "auto", "scan", "ssd", or a function with the signature of `mamba2_layer` in its place. `chunk`: see
         `mamba2_layer`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16. `options` go to the backend.
         """
-        return Context(self, backend=backend, threads=threads, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max, mamba2=check_mamba2(mamba2), chunk=chunk,
-                       types={"type_k": _cache_type("type_k", type_k), "type_v": _cache_type("type_v", type_v), "type_r": _cache_type("type_r", type_r),
-                              "type_s": _cache_type("type_s", type_s)}, options=options)
+        return Context(self, backend=backend, threads=threads, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max, mamba2=check_mamba2(mamba2),
+                       chunk=check_chunk(chunk), options=options,
+                       types={k: _cache_type(k, t) for k, t in (("type_k", type_k), ("type_v", type_v), ("type_r", type_r), ("type_s", type_s))})
 
     def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None) -> tuple[Tensor, list[Tensor]]:
         """The logits of a ubatch and the in-place state updates, as tensors of one graph."""
+        if self.closed:
+            raise ContextError(f"{self.file.path}: the model is closed")
         mem.updates = []
         form = resolve_mamba2(mamba2)
         logits = self._module.build(self.hparams, Weights(self.weights), inp, mem, MambaChoice(form, chunk))
@@ -174,15 +186,10 @@ class Model:
                            out_ids=tensor([n_outputs], "i32", name="inp_out_ids") if n_outputs < n else None)
 
     def close(self) -> None:
-        """Unmap the file. Contexts of the model must not be used afterwards."""
+        """Give up the file. It stays mapped while a context has plans over it; new plans are refused (ContextError)."""
+        self.closed = True
         self.weights.clear()
         self.file.close()
-
-
-def head_dims(hp: Any, il: int) -> tuple[int, int]:
-    """Elements of a head of K and of V: the file's own lengths, else n_embd / n_head."""
-    d_k = hp.key_length or hp.n_embd // hp.n_head[il]
-    return d_k, hp.value_length or d_k
 
 
 def layer_dims(hp: Any, kind: str, il: int, n_vocab: int) -> dict[str, int]:
@@ -190,12 +197,11 @@ def layer_dims(hp: Any, kind: str, il: int, n_vocab: int) -> dict[str, int]:
     dims = {"n_embd": hp.n_embd, "n_vocab": n_vocab, "one": 1}
     if kind == "mamba":
         p = SSM(hp)
-        dims.update(d_in_proj=p.d_inner + p.conv_dim + p.n_head, d_conv=p.d_conv, conv_dim=p.conv_dim, n_ssm_head=p.n_head, d_inner=p.d_inner,
-                    d_group=p.d_inner // p.n_group, n_group=p.n_group)
+        dims.update(d_in_proj=p.d_in_proj, d_conv=p.d_conv, conv_dim=p.conv_dim, n_ssm_head=p.n_head, d_inner=p.d_inner, d_group=p.d_group, n_group=p.n_group)
     elif kind == "attention":
-        (d_k, d_v), n, n_kv = head_dims(hp, il), hp.n_head[il], hp.n_head_kv[il]
+        (d_k, d_v), n, n_kv = hp.head_dims(il), hp.n_head[il], hp.n_head_kv[il]
         dims.update(n_embd_q=n * d_k, n_embd_k=n_kv * d_k, n_embd_v=n_kv * d_v, n_embd_o=n * d_v)
-    if hasattr(hp, "n_ff"):
+    if isinstance(hp, HybridHParams):
         dims["n_ff"] = hp.n_ff[il]
     return dims
 
@@ -212,11 +218,12 @@ def resolve_mamba2(mamba2: str | Callable[..., Any]) -> str | Callable[..., Any]
     return "scan" if mamba2 == "auto" else mamba2
 
 
-def _is_matrix(name: str) -> bool:
+def is_matrix(name: str) -> bool:
+    """True for the tensors that MUL_MAT and GET_ROWS read, which may be quantized."""
     return name.endswith(".weight") and not name.endswith(("norm.weight", "ssm_conv1d.weight"))
 
 
 def _cache_type(option: str, name: str) -> DType:
-    if not isinstance(name, str) or name.lower() not in ("f32", "f16", "bf16"):
-        raise ParamError(f"{option} {name!r}; legal: f32, f16, bf16")
+    if not isinstance(name, str) or name.lower() not in CACHE_TYPES:
+        raise ParamError(f"{option} {name!r}; legal: {', '.join(CACHE_TYPES)}")
     return dtype(name)

@@ -4,41 +4,20 @@ squared-ReLU MLP. Source: llama.cpp's build for nemotron_h; no clamp of dt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-from pyggml.models.base import T, Weights, key
-from pyggml.models.granitehybrid import ATTENTION, HEAD, MAMBA, head
-from pyggml.models.layers import MambaChoice, attention, mamba_block, mlp_relu2, named, norm
+import numpy as np
+
+from pyggml.models.base import ATTENTION, HEAD, MAMBA, TINY_MAMBA, HybridHParams, T, Weights
+from pyggml.models.layers import MambaChoice, attention, head, mamba_block, mlp_relu2, named, norm
 from pyggml.ops.layout.defs import get_rows
 from pyggml.ops.pointwise.defs import add
 from pyggml.runtime.batch import GraphInputs
 from pyggml.runtime.memory import Memory
-from pyggml.tensor import Tensor
+from pyggml.tensor import Tensor, scope
 
 ARCH = "nemotron_h"
-
-
-@dataclass(frozen=True, slots=True)
-class HParams:
-    """Hyperparameters by llama.cpp's names."""
-
-    n_layer: int = key("block_count", positive=True)
-    n_embd: int = key("embedding_length", positive=True)
-    n_ctx_train: int = key("context_length", 0)
-    n_ff: tuple[int, ...] = key("feed_forward_length", per_layer=True)
-    n_head: tuple[int, ...] = key("attention.head_count", per_layer=True)
-    n_head_kv: tuple[int, ...] = key("attention.head_count_kv", per_layer=True)
-    key_length: int | None = key("attention.key_length", None)
-    value_length: int | None = key("attention.value_length", None)
-    f_norm_rms_eps: float = key("attention.layer_norm_rms_epsilon", positive=True)
-    ssm_d_conv: int = key("ssm.conv_kernel", positive=True)
-    ssm_d_inner: int = key("ssm.inner_size", positive=True)
-    ssm_d_state: int = key("ssm.state_size", positive=True)
-    ssm_dt_rank: int = key("ssm.time_step_rank", positive=True)
-    ssm_n_group: int = key("ssm.group_count", positive=True)
-    n_vocab: int | None = key("vocab_size", None)
-
-
+HParams = HybridHParams
 TENSORS = (
     *HEAD,
     T("blk.{i}.attn_norm.weight", "n_embd"),
@@ -49,6 +28,8 @@ TENSORS = (
     T("blk.{i}.ffn_up.bias", "n_ff", "mlp", optional=True),
     T("blk.{i}.ffn_down.bias", "n_embd", "mlp", optional=True),
 )
+TINY: dict[str, Any] = {"block_count": 4, "feed_forward_length": np.array([0, 48, 0, 0], np.int32), "attention.head_count": 4,
+                        "attention.head_count_kv": np.array([0, 0, 2, 0], np.int32), **TINY_MAMBA}
 
 
 def kinds(hp: HParams) -> tuple[str, ...]:
@@ -62,16 +43,18 @@ def check(hp: HParams) -> None:
 
 def build(hp: HParams, w: Weights, inp: GraphInputs, mem: Memory, mamba: MambaChoice) -> Tensor:
     """Logits [n_vocab, n_outputs]."""
-    x = named(get_rows(w["token_embd.weight"], inp.tokens), "inp_embd")          # [n_embd, n_tokens]
+    with scope("embedding"):
+        x = named(get_rows(w["token_embd.weight"], inp.tokens), "inp_embd")          # [n_embd, n_tokens]
     for il, kind in enumerate(kinds(hp)):
-        lw = w.layer(il)
-        cur = norm(x, lw["attn_norm.weight"], hp.f_norm_rms_eps, "attn_norm", il)
-        if kind == "mamba":
-            cur = mamba_block(lw, cur, inp, mem, il, hp, mamba)
-        elif kind == "attention":
-            d_k = hp.key_length or hp.n_embd // hp.n_head[il]
-            cur = attention(lw, cur, inp, mem, il, n_head=hp.n_head[il], n_head_kv=hp.n_head_kv[il], d_k=d_k, d_v=hp.value_length or d_k, kq_scale=d_k ** -0.5)
-        else:
-            cur = mlp_relu2(lw, cur, il)
-        x = named(add(cur, x), "l_out", il)
+        with scope("residual", il):
+            lw = w.layer(il)
+            cur = norm(x, lw["attn_norm.weight"], hp.f_norm_rms_eps, "attn_norm", il)
+            if kind == "mamba":
+                cur = mamba_block(lw, cur, inp, mem, il, hp, mamba)
+            elif kind == "attention":
+                d_k, d_v = hp.head_dims(il)
+                cur = attention(lw, cur, inp, mem, il, n_head=hp.n_head[il], n_head_kv=hp.n_head_kv[il], d_k=d_k, d_v=d_v, kq_scale=d_k ** -0.5)
+            else:
+                cur = mlp_relu2(lw, cur, il)
+            x = named(add(cur, x), "l_out", il)
     return head(w, x, inp, hp.f_norm_rms_eps)

@@ -11,11 +11,15 @@ W = Nc S, all steps are batched over (head, chunk, sequence), so the graph has a
 
 Dims in the comments are ne: P head_dim, H heads, N d_state, G groups. Head h uses group h // (H/G), which is MUL_MAT's own
 broadcast. Exponents are masked before exp: above the diagonal they would overflow. Source: Dao & Gu 2024, section 6.
+
+Names of intermediate tensors are those of llama.cpp's draft of SSD (PR 16982) where it has the same tensor for one chunk (CB there has been
+repeated for every head); docs/porting.md shows both.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from pyggml.errors import ParamError
 from pyggml.ops.layout.defs import concat, cont, pad, permute, reshape, view
@@ -37,15 +41,19 @@ def default_chunk(n_tokens: int, n_seqs: int, n_head: int) -> int:
     return min(CHUNKS[-1], n_tokens)
 
 
+def check_chunk(chunk: int | str | None) -> int | str | None:
+    """`chunk` itself when it is one."""
+    if chunk is not None and chunk != "none" and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        raise ParamError(f"chunk {chunk!r}; legal: a whole number >= 1, None (chosen by the plan-memory limit) or \"none\" (one chunk)")
+    return chunk
+
+
 def chunk_size(chunk: int | str | None, n_tokens: int, n_seqs: int, n_head: int) -> int:
     """Tokens per chunk: the given number, the default for None, all tokens for "none"; never more than there are."""
+    chunk = check_chunk(chunk)
     if chunk is None:
         return default_chunk(n_tokens, n_seqs, n_head)
-    if chunk == "none":
-        return n_tokens
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-        raise ParamError(f"chunk {chunk!r}; legal: a whole number >= 1, None (chosen by the plan-memory limit) or \"none\" (one chunk)")
-    return min(chunk, n_tokens)
+    return n_tokens if isinstance(chunk, str) else min(chunk, n_tokens)
 
 
 def split_xbc(act: Tensor, head_dim: int, n_head: int, d_state: int, n_group: int, n: int, w: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,46 +76,51 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
     g, nc = n_group, act.ne[1] // q
     w, np_ = nc * s, n_state * p
 
+    def name(t: Tensor, text: str) -> Tensor:
+        t.name = f"{text}-{il}"
+        return t
+
     x, b, c = split_xbc(act, p, h, n_state, g, q, w)
     b, c = permute(b, 0, 2, 1, 3), permute(c, 0, 2, 1, 3)                        # [N, Q, G, W]
     dt = reshape(dt, [h, q, w])
-    cs = cumsum(mul(dt, reshape(a, [h])), dim=1, type="f64")                     # [H, Q, W]
-    dtx = mul(x, reshape(dt, [1, h, q, w]))                                      # [P, H, Q, W]
+    dta = name(mul(dt, reshape(a, [h])), "dtA")                                  # [H, Q, W]
+    cs = name(cumsum(dta, dim=1, type="f64"), "dtA_cumsum")
+    dtx = name(mul(x, reshape(dt, [1, h, q, w])), "dtX")                         # [P, H, Q, W]
 
-    decay = _segments(cs, "ssd_decay", il)                                       # L: [Qj, Qi, H, W]
-    cb = mul_mat(b, c)                                                           # [Qj, Qi, G, W]
+    decay = name(_segments(name, cs, "segsum_masked"), "decay_masked")           # L: [Qj, Qi, H, W]
+    cb = name(mul_mat(b, c), "CB")                                               # [Qj, Qi, G, W]
     m = mul(reshape(decay, [q * q, h // g, g, w]), reshape(cb, [q * q, 1, g, w]))
-    y_intra = mul_mat(permute(dtx, 1, 2, 0, 3), reshape(m, [q, q, h, w]))        # [P, Q, H, W]
-    y_intra.name = f"ssd_y_intra-{il}"
+    m = name(reshape(m, [q, q, h, w]), "surrogate_attention_matrix")
+    y_intra = name(mul_mat(permute(dtx, 1, 2, 0, 3), m), "y_chunk")              # [P, Q, H, W]
 
     last = view(cs, [h, 1, w], [cs.nb[1], cs.nb[2]], (q - 1) * cs.nb[1])
-    to_end = exp(sub(last, cs, type="f32"))                                      # [H, Q, W]
-    weighted = mul(dtx, reshape(to_end, [1, h, q, w]))
+    to_end = name(exp(sub(last, cs, type="f32")), "decay_last")                  # [H, Q, W]
+    weighted = name(mul(dtx, reshape(to_end, [1, h, q, w])), "dtxdecay")
     own = mul_mat(permute(b, 1, 0, 2, 3), permute(weighted, 1, 2, 0, 3))         # S_c: [N, P, H, W]
+    own = name(own, "next_state")
 
     total = cast(view(cs, [h, nc, s], [cs.nb[2], nc * cs.nb[2]], (q - 1) * cs.nb[1]), "f32")
     before = cumsum(pad(total, 0, 1), dim=1, exclusive=True, type="f64")         # log decay before each chunk: [H, Nc+1, S]
-    carry = _segments(before, "ssd_carry", il)                                   # [m, c, H, S]
+    before = name(before, "chunk_cumsum")
+    carry = name(_segments(name, before, "chunk_segsum_masked"), "chunk_decay_masked")  # [m, c, H, S]
     states = concat(reshape(state, [np_ * h, 1, s]), reshape(own, [np_ * h, nc, s]), dim=1)
     states = permute(reshape(states, [np_, h, nc + 1, s]), 1, 2, 0, 3)           # [m, N P, H, S]
-    entering = mul_mat(states, carry)                                            # [N P, c, H, S]
-    entering.name = f"ssd_states-{il}"
+    entering = name(mul_mat(states, carry), "next_state_updated")                # [N P, c, H, S]
     by_chunk = permute(entering, 0, 2, 1, 3)                                     # [N P, H, c, S]
     s_in = cont(view(by_chunk, [np_, h, nc, s], list(by_chunk.nb[1:])))
     new_state = cont(view(by_chunk, [np_, h, 1, s], list(by_chunk.nb[1:]), nc * by_chunk.nb[2]))
 
-    y_inter = mul_mat(c, reshape(s_in, [n_state, p, h, w]))                      # [Q, P, H, W]
-    from_start = reshape(exp(cast(cs, "f32")), [1, h, q, w])
-    y = add(mul(permute(y_inter, 2, 0, 1, 3), from_start), permute(y_intra, 0, 2, 1, 3))
-    y = add(y, mul(x, d))                                                        # [P, H, Q, W]
+    y_inter = name(mul_mat(c, reshape(s_in, [n_state, p, h, w])), "y_prev")      # [Q, P, H, W]
+    from_start = name(exp(cast(cs, "f32")), "exp_dtA_cumsum")                    # [H, Q, W]
+    y_inter = mul(permute(y_inter, 2, 0, 1, 3), reshape(from_start, [1, h, q, w]))
+    y = add(name(y_inter, "y_prev_mul"), permute(y_intra, 0, 2, 1, 3))
+    y = add(name(y, "y_chunk_updated"), mul(x, d))                               # [P, H, Q, W]
     return reshape(y, [p, h, nc * q, s]), reshape(new_state, [n_state, p, h, s])
 
 
-def _segments(cs: Tensor, name: str, il: int) -> Tensor:
+def _segments(name: Callable[[Tensor, str], Tensor], cs: Tensor, text: str) -> Tensor:
     """exp(cs_i - cs_j) for j <= i, else 0, from running sums [H, n, W] in float64: [j, i, H, W]."""
     h, n, w = cs.ne[0], cs.ne[1], cs.ne[2]
     line = reshape(cs, [1, h, n, w])
     seg = sub(permute(line, 0, 2, 1, 3), permute(line, 1, 2, 0, 3), type="f32")
-    out = exp(tri(seg, "lower_diag", fill=-math.inf))
-    out.name = f"{name}-{il}"
-    return out
+    return exp(name(tri(seg, "lower_diag", fill=-math.inf), text))

@@ -16,8 +16,8 @@ from pyggml import errors
 from pyggml.dtypes import dtype
 from pyggml.errors import PyggmlError
 from pyggml.graph import Graph
-from pyggml.registry import Spec, find_op, kernel, like, load_ops, op
-from pyggml.tensor import Tensor, raw_tensor, tensor
+from pyggml.registry import FAMILIES, Spec, find_op, kernel, like, load_ops, op
+from pyggml.tensor import Tensor, current_scope, raw_tensor, scope, tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +37,8 @@ def compute(outputs: Tensor | Sequence[Tensor], feeds: Mapping[Tensor, np.ndarra
     >>> pg.compute(pg.cumsum(x), {x: np.ones(3, np.float32)}, backend="reference")
     array([1., 2., 3.])
     """
+    import numpy as np
+
     from pyggml.backends import open_backend
     from pyggml.backends.base import natural_shape
 
@@ -45,7 +47,9 @@ def compute(outputs: Tensor | Sequence[Tensor], feeds: Mapping[Tensor, np.ndarra
         options["threads"] = threads
     runner = open_backend(backend, **options).compile(Graph(outs))
     for t, value in (feeds or {}).items():
-        runner.set(t, value)
+        if not isinstance(t, Tensor):
+            raise errors.GraphError(f"compute: a key of feeds is {type(t).__name__}; it must be an input tensor of the graph")
+        runner.set(t, np.asarray(value))
     runner.run()
     results = tuple(runner.get(t).reshape(natural_shape(t)) for t in outs)
     return results[0] if isinstance(outputs, Tensor) else results
@@ -70,13 +74,18 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_LAZY, *(d.__name__ for d in load_ops().values()), *_aliases()})
+
+
 _MODULES = ("backends", "cpu", "gguf", "models", "ops", "runtime", "testing")
 _LAZY = {"load_model": "pyggml.models", "mamba2_layer": "pyggml.models.layers", "Sampler": "pyggml.runtime.sampling", "open_backend": "pyggml.backends"}
 
 
 def _aliases() -> dict[str, Any]:
-    from pyggml.ops import reduce, triangular
-    return {**reduce.ALIASES, **triangular.ALIASES}
+    from importlib import import_module
+    return {name: fn for family in FAMILIES for name, fn in getattr(import_module(f"pyggml.ops.{family}"), "ALIASES", {}).items()}
 
 
-__all__ = ["Graph", "PyggmlError", "Spec", "Tensor", "compute", "dtype", "errors", "find_op", "kernel", "like", "load_ops", "op", "raw_tensor", "tensor"]
+__all__ = ["Graph", "PyggmlError", "Spec", "Tensor", "compute", "current_scope", "dtype", "errors", "find_op", "kernel", "like", "load_ops", "op",
+           "raw_tensor", "scope", "tensor"]

@@ -25,12 +25,12 @@ import numpy as np
 
 from pyggml.dtypes import F16, F32, I32, DType, dtype
 from pyggml.errors import ParamError
-from pyggml.registry import OPS, OpDef
+from pyggml.registry import OpDef, all_ops
 from pyggml.tensor import Node, Shape, Tensor, contiguous_nb, shape4
 
 Fill = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 T = TypeVar("T")
-LARGE_BYTES, LARGE_FLOPS = 32 << 20, 5e8
+LARGE_ELEMENTS, LARGE_FLOPS = 4 << 20, 6e8
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------------
@@ -45,10 +45,10 @@ class Leaf:
     nb: Shape | None = None
     fill: Fill | None = None
 
-    def tensor(self, name: str, rng: np.random.Generator) -> Tensor:
-        """A fresh input tensor."""
+    def tensor(self, name: str, rng: np.random.Generator | None = None) -> Tensor:
+        """A fresh input tensor; blocks are made when there is a generator for them."""
         t = Tensor(self.dtype, self.ne, self.nb, name=name)
-        if self.dtype.name in _SCALES:
+        if rng is not None and self.dtype.name in _SCALES:
             t.data = random_blocks(self.dtype, t.nbytes // self.dtype.nbytes, rng)
         return t
 
@@ -144,27 +144,34 @@ class Case:
             fields[f"ne{suffix}"] = x.ne
             if x.nb is not None:
                 fields[f"nb{suffix}"] = x.nb
-        fields.update({f"{k}_out" if k in fields else k: v for k, v in self.attrs.items() if v is not None})
+        fields.update({f"{k}_out" if leaves and k in ("type", "ne", "nb") else k: v for k, v in self.attrs.items() if v is not None})
         return fields
 
     def build(self, seed: int = 0) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
         """Fresh input tensors and the node's outputs. The seed is that of constant inputs."""
-        rng = self.rng(seed)
+        return self._build(self.rng(seed))
+
+    def _build(self, rng: np.random.Generator | None) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
         ins = tuple(x.tensor(n, rng) if x is not None else None for n, x in zip(self.op.inputs, self.inputs, strict=True))
         outs = self.op(*ins, **self.attrs)
         return ins, outs if isinstance(outs, tuple) else (outs,)
 
     def node(self) -> Node:
-        """The built node."""
-        node = self.build()[1][0].node
+        """The node, for questions that need no data."""
+        node = self._build(None)[1][0].node
         assert node is not None
         return node
 
     @property
+    def n_elements(self) -> int:
+        """Elements of all inputs and outputs."""
+        node = self.node()
+        return sum(t.n_elements for t in (*node.src, *node.outputs) if t is not None)
+
+    @property
     def large(self) -> bool:
         """True when the case takes more than a moment in float64: tests leave it out unless it is asked for."""
-        flops, nbytes = self.op.cost_of(self.node())
-        return nbytes > LARGE_BYTES or flops > LARGE_FLOPS
+        return self.n_elements > LARGE_ELEMENTS or self.op.cost_of(self.node()).flops > LARGE_FLOPS
 
     def nmse_limit(self, node: Node) -> float:
         """The NMSE that a backend's result may have against the reference."""
@@ -224,8 +231,8 @@ def cases_of(d: OpDef) -> Iterator[Case]:
 
 
 def all_cases() -> Iterator[Case]:
-    """The cases of every op that is registered."""
-    for d in OPS.values():
+    """The cases of every op."""
+    for d in all_ops():
         yield from cases_of(d)
 
 
@@ -259,8 +266,8 @@ def form(d: OpDef, **fixed: Any) -> Callable[[Callable[..., Case]], Form]:
     """Register a function from ggml's variables to a case as the op's form."""
 
     def register(make: Callable[..., Case]) -> Form:
-        d.form = Form(d, make, fixed)
-        return d.form  # type: ignore[no-any-return]
+        made = d.form = Form(d, make, fixed)
+        return made
 
     return register
 
@@ -330,7 +337,8 @@ _EDGES = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2
 def draw_dim(draw: Draw, most: int, least: int = 1) -> int:
     """A size in [least, most]: half of the time one beside a power of two, where kernels change their pace."""
     edges = [n for n in _EDGES if least <= n <= most]
-    return draw.choice(edges) if edges and draw.choice((True, False)) else draw.integer(least, most)
+    near_edge = draw.choice((True, False))
+    return draw.choice(edges) if edges and near_edge else draw.integer(least, most)
 
 
 def draw_ne(draw: Draw, rank: int = 4, most: int = 4096, least: int = 1) -> tuple[int, ...]:

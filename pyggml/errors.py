@@ -1,8 +1,19 @@
 """The errors that pyggml raises. Each is a subclass of the builtin it refines, so `except ValueError` works too."""
 
 
+def escaped(text: str) -> str:
+    """`text` with each letter that cannot be printed as Python writes it: `\\n`, `\\x1b`."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class PyggmlError(Exception):
-    """Base of all errors that pyggml raises on purpose. The message is one line: what was found and what is legal."""
+    """Base of all errors that pyggml raises on purpose. The message is one line: what was found and what is legal.
+
+    Names come from files and may hold anything: what cannot be printed is escaped, line ends and terminal codes too.
+    """
+
+    def __str__(self) -> str:
+        return escaped(super().__str__())
 
 
 class ShapeError(PyggmlError, ValueError):

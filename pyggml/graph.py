@@ -40,8 +40,8 @@ class Graph:
     1
     """
 
-    def __init__(self, outputs: Iterable[Tensor]) -> None:
-        self.outputs = tuple(outputs)
+    def __init__(self, outputs: Tensor | Iterable[Tensor]) -> None:
+        self.outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         for t in self.outputs:
             if not isinstance(t, Tensor):
                 raise GraphError(f"Graph: an output is {type(t).__name__}; it must be a tensor")
@@ -91,9 +91,10 @@ class Graph:
         raise GraphError(f"no tensor named {name!r} among the {self.n_nodes} nodes and {len(self.leaves)} leaves")
 
     def records(self) -> list[dict[str, Any]]:
-        """One dict per node: index, name, op, type, ne, nb (when strided), src names, params."""
-        return [{"i": i, "name": n.name, "op": n.op.name, "type": n.out.dtype.name, "ne": list(n.out.ne), "nb": None if n.out.is_contiguous else list(n.out.nb),
-                 "src": [s.name if s is not None else None for s in n.src], "params": n.params} for i, n in enumerate(self.nodes)]
+        """One dict per node: index, layer, part, name, op, type, ne, nb (when strided), src names, params."""
+        return [{"i": i, "layer": n.layer, "part": n.part, "name": n.name, "op": n.op.name, "type": n.out.dtype.name, "ne": list(n.out.ne),
+                 "nb": None if n.out.is_contiguous else list(n.out.nb), "src": [s.name if s is not None else None for s in n.src], "params": n.params}
+                for i, n in enumerate(self.nodes)]
 
     def __str__(self) -> str:
         lines = [f"graph: {self.n_nodes} nodes, {len(self.leaves)} leaves"]

@@ -47,14 +47,16 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(graph: Graph, choose: Callable[[Step], None], *, fuse: Callable[[Graph], list[Step]] | None = None, reuse: bool = True) -> Plan:
+def make_plan(graph: Graph, choose: Callable[[Step], None], *, fuse: Callable[[Graph], list[Step]] | None = None, reuse: bool = True,
+              guard: int = 0) -> Plan:
     """Plan a graph. `choose` sets each step's kernel, name and scratch or raises UnsupportedOp; `fuse` groups nodes into
-    steps (default: one step per node that computes or copies; views need none)."""
+    steps (default: one step per node that computes or copies; views need none). `guard` leaves that many unused bytes before
+    and after every place, and no place is reused then."""
     steps = fuse(graph) if fuse is not None else single_steps(graph)
     for s in steps:
         choose(s)
     plan = Plan(graph, steps, scratch_bytes=max((s.scratch for s in steps), default=0))
-    _place(plan, reuse)
+    _place(plan, reuse and not guard, -(-guard // ALIGN) * ALIGN)
     return plan
 
 
@@ -63,7 +65,7 @@ def single_steps(graph: Graph) -> list[Step]:
     return [Step([n], list(n.src), list(n.outputs)) for n in graph.nodes if not n.op.view]
 
 
-def _place(plan: Plan, reuse: bool) -> None:
+def _place(plan: Plan, reuse: bool, guard: int) -> None:
     last_use: dict[int, int] = {}
     for i, s in enumerate(plan.steps):
         for t in (*s.ins, *s.outs):
@@ -72,15 +74,15 @@ def _place(plan: Plan, reuse: bool) -> None:
     never = len(plan.steps)
     for t in (*plan.graph.outputs, *plan.graph.inputs):
         last_use[id(t.root)] = never
-    arena = _Arena()
+    arena = _Arena(guard)
     for t in plan.graph.inputs:
-        plan.offsets[id(t.root)] = arena.take(storage_bytes(t.root))
+        plan.offsets[id(t.root)] = arena.take(storage_bytes(t.root) + guard)
     expiring: dict[int, list[Tensor]] = {}
     for i, s in enumerate(plan.steps):
         for t in s.outs:
             root = t.root
             if root.data is None and id(root) not in plan.offsets:
-                plan.offsets[id(root)] = arena.take(storage_bytes(root))
+                plan.offsets[id(root)] = arena.take(storage_bytes(root) + guard)
                 expiring.setdefault(last_use[id(root)], []).append(root)
         if reuse:
             for root in expiring.get(i, ()):
@@ -94,11 +96,11 @@ def storage_bytes(t: Tensor) -> int:
 
 
 class _Arena:
-    """Offsets in a growing arena: best fit among the free ranges, which are kept sorted and merged."""
+    """Offsets in a growing arena: best fit among the free ranges (offset, size), neighbours of which are merged."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int) -> None:
         self.free: list[tuple[int, int]] = []
-        self.end = 0
+        self.end = start
 
     def take(self, size: int) -> int:
         fits = [(n, at) for at, n in self.free if n >= size]

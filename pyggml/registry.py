@@ -22,14 +22,17 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pyggml.dtypes import DType
 from pyggml.errors import DTypeError, ParamError, ShapeError
 from pyggml.tensor import Node, Shape, Tensor
 
 OPS: dict[str, OpDef] = {}
-FAMILIES = ("pointwise", "layout", "reduce", "norm", "triangular", "matmul", "attention", "ssm")
+FAMILIES = tuple(sorted(p.parent.name for p in (Path(__file__).parent / "ops").glob("*/defs.py")))
 
 
 class Spec(NamedTuple):
@@ -65,7 +68,7 @@ def like(x: Tensor, dt: DType | None = None) -> Spec:
 
 def out(dt: DType, *ne: int) -> Spec:
     """A new contiguous tensor of these dims."""
-    a, b, c, d = (*ne, 1, 1, 1)[:4]
+    a, b, c, d = (*map(int, ne), 1, 1, 1)[:4]
     return Spec(dt, (a, b, c, d))
 
 
@@ -79,6 +82,16 @@ def require_type(op_name: str, arg: str, x: Tensor, *types: DType) -> None:
     """DTypeError unless x has one of these types."""
     if x.dtype not in types:
         raise DTypeError(f"{op_name}: {arg} is {x.dtype.name}; legal: {', '.join(t.name for t in types)}")
+
+
+def is_whole(v: Any) -> bool:
+    """True for a whole number, Python's or NumPy's; False for bool."""
+    return isinstance(v, int | np.integer) and not isinstance(v, bool)
+
+
+def is_number(v: Any) -> bool:
+    """True for a real number, Python's or NumPy's, inf and NaN included; False for bool."""
+    return is_whole(v) or isinstance(v, float | np.floating)
 
 
 class OpDef:
@@ -122,6 +135,7 @@ class OpDef:
         self.attrs: dict[str, Any] = {k: self._defaults.get(k) for k in self._names[len(inputs):]}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Build a node: its output, or a tuple of them. ParamError for wrong arguments, DTypeError for an input that is no tensor, and what the rule raises."""
         if len(args) > self._n_positional:
             raise ParamError(f"{self.name}: {len(args)} positional arguments; legal: {self.__name__}{self.__signature__}")
         values = {**self._defaults, **dict(zip(self._names, args, strict=False))}
@@ -136,6 +150,8 @@ class OpDef:
             if not (isinstance(values[k], Tensor) or (values[k] is None and self._defaults.get(k, 0) is None)):
                 raise DTypeError(f"{self.name}: {k} is {type(values[k]).__name__}; it must be a tensor")
         specs = self.rule(**{k: values[k] for k in self._names})
+        if self.inplace is not None:
+            _require_writable(self.name, self.inputs[self.inplace], values[self.inputs[self.inplace]])
         many = isinstance(specs, tuple) and not isinstance(specs, Spec)
         node = Node(self, tuple(values[k] for k in self.inputs), {k: values[k] for k in self.attrs})
         node.outputs = tuple(_output(node, i, s) for i, s in enumerate(specs if many else (specs,)))  # type: ignore[arg-type]
@@ -180,6 +196,11 @@ class OpDef:
         return fn
 
     @property
+    def has_reference(self) -> bool:
+        """True when a NumPy reference is registered."""
+        return self._reference is not None
+
+    @property
     def reference_fn(self) -> Callable[..., Any]:
         """The NumPy reference."""
         if self._reference is None:
@@ -210,6 +231,7 @@ class OpDef:
 
     def input_fills(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """How inputs that ordinary numbers do not suit are filled, by name."""
+        self.load_cases()
         return self._fills(**inputs) if self._fills is not None else {}
 
     def limit_of(self, node: Node) -> float:
@@ -230,6 +252,13 @@ def default_bytes(node: Node) -> float:
     """Bytes of all distinct inputs and of the outputs, each once."""
     seen = {id(t): t for t in (*node.src, *node.outputs) if t is not None}
     return float(sum(t.n_elements // t.dtype.block * t.dtype.nbytes for t in seen.values()))
+
+
+def _require_writable(op_name: str, arg: str, x: Tensor) -> None:
+    """ParamError when x lies in memory that must not be written: a weight of a mapped file, a read-only array."""
+    data = x.root.data
+    if data is not None and not data.flags.writeable:
+        raise ParamError(f"{op_name}: {arg} lies in read-only memory{f' ({x.root.name})' if x.root.name else ''}; it is written, so it must be writable")
 
 
 def _output(node: Node, index: int, spec: Spec) -> Tensor:
@@ -296,6 +325,12 @@ def load_ops() -> dict[str, OpDef]:
     for family in FAMILIES:
         importlib.import_module(f"pyggml.ops.{family}.defs")
     return OPS
+
+
+def all_ops() -> list[OpDef]:
+    """All ops, family by family, each family in the order of its declarations."""
+    place = {f: i for i, f in enumerate(FAMILIES)}
+    return sorted(load_ops().values(), key=lambda d: place.get(d.family, len(place)))
 
 
 def load_kernels(backend: str) -> None:

@@ -8,12 +8,14 @@ order is reversed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyggml.dtypes import BF16, DType, dtype, from_numpy
+from pyggml.dtypes import BF16, DType, dtype, f32_to_bf16, from_numpy
 from pyggml.errors import DTypeError, ShapeError
 
 if TYPE_CHECKING:
@@ -25,9 +27,9 @@ _sequence = itertools.count()
 
 def shape4(ne: Sequence[int], what: str = "tensor") -> Shape:
     """`ne` as four dims, padded with ones; ShapeError unless it has 1 to 4 positive whole numbers."""
-    dims = tuple(ne)
+    dims = tuple(ne) if isinstance(ne, Iterable) else ()
     if not 1 <= len(dims) <= 4 or not all(isinstance(n, int | np.integer) and n >= 1 for n in dims):
-        raise ShapeError(f"{what}: ne {list(dims)} must be 1 to 4 whole numbers >= 1")
+        raise ShapeError(f"{what}: ne {list(dims) or ne} must be 1 to 4 whole numbers >= 1")
     a, b, c, d = (*(int(n) for n in dims), 1, 1, 1)[:4]
     return a, b, c, d
 
@@ -76,11 +78,6 @@ class Tensor:
         return self.node.params if self.node is not None else {}
 
     @property
-    def is_view(self) -> bool:
-        """True when the memory belongs to another tensor."""
-        return self.root is not self
-
-    @property
     def n_elements(self) -> int:
         """Product of ne."""
         return self.ne[0] * self.ne[1] * self.ne[2] * self.ne[3]
@@ -89,11 +86,6 @@ class Tensor:
     def n_rows(self) -> int:
         """ne[1] * ne[2] * ne[3]."""
         return self.ne[1] * self.ne[2] * self.ne[3]
-
-    @property
-    def n_dims(self) -> int:
-        """Number of dims up to the last one that is not 1 (at least 1), as ggml_n_dims."""
-        return max((i + 1 for i in range(4) if self.ne[i] > 1), default=1)
 
     @property
     def nbytes(self) -> int:
@@ -126,10 +118,44 @@ class Tensor:
         return f"{self.name or '?'}: {self.op} {self.dtype.name} {list(self.ne)}{strides}"
 
 
-class Node:
-    """One op applied to tensors: `op`, `src`, `params`, `outputs`. `seq` grows with every node built: execution order."""
+class Scope(NamedTuple):
+    """Where in a model a node was built: the part of a layer ("conv", "attention", ...; "" outside of any) and the layer's number."""
 
-    __slots__ = ("op", "src", "params", "outputs", "seq")
+    part: str = ""
+    layer: int | None = None
+
+
+_scope: ContextVar[Scope] = ContextVar("scope", default=Scope())  # noqa: B039 - a NamedTuple cannot change
+
+
+@contextmanager
+def scope(part: str | None = None, layer: int | None = None) -> Iterator[None]:
+    """Nodes built inside belong to this part of a model and this layer; what is not given stays as it is outside. Reports count by it.
+
+    >>> import pyggml as pg
+    >>> with pg.scope("conv", layer=3):
+    ...     y = pg.silu(pg.tensor([8]))
+    >>> y.node.part, y.node.layer
+    ('conv', 3)
+    """
+    outer = _scope.get()
+    token = _scope.set(Scope(outer.part if part is None else part, outer.layer if layer is None else layer))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def current_scope() -> Scope:
+    """The scope in which a node built now would be."""
+    return _scope.get()
+
+
+class Node:
+    """One op applied to tensors: `op`, `src`, `params`, `outputs`. `seq` grows with every node built: execution order.
+    `part` and `layer` say where in a model it was built (see `scope`)."""
+
+    __slots__ = ("op", "src", "params", "outputs", "seq", "part", "layer")
 
     def __init__(self, op: OpDef, src: tuple[Tensor | None, ...], params: dict[str, Any]) -> None:
         self.op = op
@@ -137,6 +163,7 @@ class Node:
         self.params = params
         self.outputs: tuple[Tensor, ...] = ()
         self.seq = next(_sequence)
+        self.part, self.layer = _scope.get()
 
     @property
     def out(self) -> Tensor:
@@ -165,14 +192,16 @@ def tensor(value: Sequence[int] | np.ndarray, dt: str | DType | None = None, *, 
     (3, 2, 1, 1)
     """
     if isinstance(value, np.ndarray):
+        if nb is not None:
+            raise ShapeError("tensor: nb was given with an array, which is stored without gaps; legal with ne, for an input")
         return _constant(value, dt, name)
     ne = shape4(value)
     t = Tensor(dtype(dt or "f32"), ne, name=name)
     if nb is not None:
-        strides = tuple(int(b) for b in nb)
-        if len(strides) != 4 or any(b < 0 or b % t.dtype.nbytes for b in strides):
-            raise ShapeError(f"tensor: nb {list(strides)} must be 4 multiples of {t.dtype.nbytes}")
-        t.nb = (strides[0], strides[1], strides[2], strides[3])
+        strides = tuple(nb) if isinstance(nb, Iterable) else ()
+        if len(strides) != 4 or not all(isinstance(b, int | np.integer) and b >= 0 and b % t.dtype.nbytes == 0 for b in strides):
+            raise ShapeError(f"tensor: nb {list(strides) or nb} must be 4 multiples of {t.dtype.nbytes}")
+        t.nb = (int(strides[0]), int(strides[1]), int(strides[2]), int(strides[3]))
     return t
 
 
@@ -184,16 +213,21 @@ def _constant(value: np.ndarray, dt: str | DType | None, name: str) -> Tensor:
 
 
 def encode(value: np.ndarray, dt: DType) -> np.ndarray:
-    """Contiguous array that stores `value` as plain type `dt` (BF16 as uint16 bits, rounded to nearest even)."""
+    """Contiguous array that stores `value` as plain type `dt` (BF16 as uint16 bits, rounded to nearest even; uint16 arrays are
+    its bits already). DTypeError for block types, for what is no real number, and for fractions and numbers out of range as a
+    whole-number type."""
     if dt.np is None:
         raise DTypeError(f"an array cannot be stored as {dt.name}; give the blocks as a GGUF file or raw bytes")
+    if value.dtype.kind not in ("iub" if dt.is_int else "iubf"):
+        raise DTypeError(f"an array of {value.dtype} cannot be stored as {dt.name}")
     if dt is BF16:
         if value.dtype == np.uint16:
             return np.ascontiguousarray(value)
-        from pyggml.dtypes import f32_to_bf16
         return f32_to_bf16(np.asarray(value, np.float32))
-    if dt.is_int and value.dtype.kind not in "iub":
-        raise DTypeError(f"an array of {value.dtype} cannot be stored as {dt.name}")
+    if dt.is_int and value.size and not np.can_cast(value.dtype, dt.np):
+        least, most = int(value.min()), int(value.max())
+        if least < np.iinfo(dt.np).min or most > np.iinfo(dt.np).max:
+            raise DTypeError(f"an array of {value.dtype} from {least} to {most} cannot be stored as {dt.name}")
     return np.ascontiguousarray(value, dtype=dt.np)
 
 
@@ -201,6 +235,6 @@ def raw_tensor(raw: np.ndarray, dt: DType, ne: Sequence[int], name: str = "") ->
     """A constant over memory that exists already (a weight in a mapped file, a state): `raw` is uint8, one dim, no copy."""
     dims = shape4(ne, name or "raw_tensor")
     t = Tensor(dt, dims, name=name, data=raw)
-    if raw.dtype != np.uint8 or raw.nbytes < t.nbytes:
-        raise ShapeError(f"{name or 'raw_tensor'}: {raw.nbytes} bytes of {raw.dtype}; {dt.name} {list(dims)} needs {t.nbytes} bytes of uint8")
+    if raw.dtype != np.uint8 or raw.ndim != 1 or not raw.flags.c_contiguous or raw.nbytes < t.nbytes:
+        raise ShapeError(f"{name or 'raw_tensor'}: {raw.dtype} of shape {raw.shape}; {dt.name} {list(dims)} needs {t.nbytes} bytes of uint8 in one dim")
     return t

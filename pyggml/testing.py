@@ -8,6 +8,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable
 
     from pyggml.cases import Case
 
@@ -61,73 +62,34 @@ def _as_input(t: Any, value: np.ndarray) -> np.ndarray:
     return value if t.dtype.name == "f64" else value.astype(np.float32)
 
 
-_SSM = {"ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 8, "ssm.group_count": 2}
-_COMMON = {"embedding_length": 32, "context_length": 4096, "attention.layer_norm_rms_epsilon": 1e-5, **_SSM}
-TINY: dict[str, dict[str, Any]] = {
-    "mamba2": {"block_count": 2, **_COMMON},
-    "granitehybrid": {"block_count": 3, "feed_forward_length": 48, "attention.head_count": 4, "attention.head_count_kv": np.array([0, 2, 0], np.int32),
-                      "embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 3.0, "attention.scale": 0.1, "rope.scaling.finetuned": False, **_COMMON},
-    "nemotron_h": {"block_count": 4, "feed_forward_length": np.array([0, 48, 0, 0], np.int32), "attention.head_count": 4,
-                   "attention.head_count_kv": np.array([0, 0, 2, 0], np.int32), **_COMMON},
-}
-
-
 def fabricate(arch: str, path: str | os.PathLike[str], *, seed: int = 0, drop: tuple[str, ...] = (), extra: dict[str, np.ndarray] | None = None,
               metadata: dict[str, Any] | None = None, **overrides: Any) -> None:
     """Write a tiny GGUF of an architecture with random float32 weights that keep activations sane and a byte-level vocabulary.
 
-    `overrides` replace hyperparameters by their keys without the architecture (dots as `__`: `ssm__group_count=1`; None drops
-    the key); `drop` leaves tensors out, `extra` adds some, `metadata` adds or replaces whole keys at the end, also by what
-    contradicts the tensors. The architecture's own
-    tables say which tensors there are.
+    The architecture's own tables (TINY, TENSORS) say which keys and tensors there are. `overrides` replace hyperparameters by their
+    keys without the architecture (dots as `__`: `ssm__group_count=1`; None drops the key); `drop` leaves tensors out, `extra` adds
+    some, `metadata` adds or replaces whole keys at the end, also by what contradicts the tensors.
+
+    >>> import tempfile, pyggml as pg
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fabricate("mamba2", f"{folder}/tiny.gguf", block_count=3)
+    ...     pg.load_model(f"{folder}/tiny.gguf").kinds
+    ('mamba', 'mamba', 'mamba')
     """
-    from importlib import import_module
-
+    from pyggml.dtypes import F32
     from pyggml.gguf import write_gguf
-    from pyggml.models.base import expand, read_hparams
-    from pyggml.models.loader import layer_dims
+    from pyggml.models.fabricate import TensorSpec, arch_tensors, random_rows, vocab_metadata
+    from pyggml.models.loader import architectures
 
-    keys = {**TINY[arch], **{k.replace("__", "."): v for k, v in overrides.items()}}
-    tokens = byte_vocab()
-    meta: dict[str, Any] = {"general.architecture": arch, **{f"{arch}.{k}": v for k, v in keys.items() if v is not None},
-                            "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
-                            "tokenizer.ggml.token_type": np.array([3] + [1] * (len(tokens) - 1), np.int32), "tokenizer.ggml.merges": ["h e"],
-                            "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": False}
-    module = import_module(f"pyggml.models.{arch}")
-    hp = read_hparams(module.HParams, arch, meta)
-    kinds = module.kinds(hp)
-    rng = np.random.default_rng(seed)
-    tensors: dict[str, np.ndarray] = {}
-    for t, il, name in expand(module.TENSORS, kinds):
-        dims = layer_dims(hp, kinds[il], il, len(tokens))
-        ne = [dims[d] for d in t.dims.split()]
-        if not t.optional and name not in drop:
-            tensors[name] = _random_weight(rng, name, ne)
+    keys = {**architectures()[arch].TINY, **{k.replace("__", "."): v for k, v in overrides.items()}}
+    meta: dict[str, Any] = {"general.architecture": arch, **{f"{arch}.{k}": v for k, v in keys.items() if v is not None}, **vocab_metadata(258)}
+    tensors = {name: np.concatenate([*random_rows(TensorSpec(name, ne, F32), seed)]).reshape(ne[::-1])
+               for name, ne in arch_tensors(arch, meta) if name not in drop}
     write_gguf(path, {**meta, **(metadata or {})}, {**tensors, **(extra or {})})
 
 
-def byte_vocab() -> list[str]:
-    """Token strings of a byte-level vocabulary: an end token, the 256 bytes in GPT-2's alphabet, one merge."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = iter(range(256, 512))
-    return ["<|endoftext|>", *(chr(b if b in printable else next(rest)) for b in range(256)), "he"]
-
-
-def _random_weight(rng: np.random.Generator, name: str, ne: list[int]) -> np.ndarray:
-    shape = tuple(ne[::-1])
-    if name.endswith("norm.weight"):
-        w = rng.uniform(0.5, 1.5, shape)
-    elif name.endswith("ssm_a"):
-        w = -rng.uniform(0.05, 2.0, shape)
-    elif name.endswith(("bias", "ssm_d")):
-        w = rng.normal(0, 0.5, shape)
-    else:
-        w = rng.normal(0, ne[0] ** -0.5, shape)
-    return w.astype(np.float32)
-
-
-def compile_cases() -> int:
-    """Compile the kernels of every op's cases in one go, so that a test run does not ask for them one by one. Their number."""
+def compile_cases(cases: Iterable[Case] | None = None) -> int:
+    """Compile the kernels of cases (default: all) in one go, so that a test run does not ask for them one by one. Their number."""
     from pyggml.cases import all_cases
     from pyggml.cpu.compile import KernelSpec, kernels_for
     from pyggml.cpu.fuse import launch_of
@@ -139,8 +101,8 @@ def compile_cases() -> int:
 
     load_kernels("cpu")
     specs: list[KernelSpec] = list(TAPE_KERNELS)
-    for c in all_cases():
-        for step in single_steps(Graph(c.build()[1])):
+    for c in all_cases() if cases is None else cases:
+        for step in single_steps(Graph(c.node().outputs)):
             if step.nodes[0].op.pointwise is not None:
                 specs.append(launch_of(step).spec)
             else:

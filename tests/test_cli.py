@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pyggml import tools
+from pyggml.cpu import workers
 from pyggml.models import demo_path
 from pyggml.testing import fabricate
 
@@ -49,7 +51,7 @@ def test_prompt_from_file_stdin_and_seed(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("Captain Wentworth had", encoding="utf-8")
     base = ("-n", "8", "--seed", "42")
     text = "Captain Wentworth had"
-    outs = [pyggml("run", "-f", str(tmp_path / "p.txt"), *base), pyggml("run", *base, stdin=text), pyggml("run", "-p", text, *base)]
+    outs = [pyggml("run", "-f", str(tmp_path / "p.txt"), *base), pyggml("run", *base, stdin=text + "\n"), pyggml("run", "-p", text, *base)]
     assert len({o.stdout for o in outs}) == 1 and outs[0].stdout.startswith(b"Captain Wentworth had")
     only = pyggml("run", "-p", "Captain Wentworth had", *base, "--no-display-prompt")
     assert outs[0].stdout == b"Captain Wentworth had" + only.stdout
@@ -64,7 +66,12 @@ def test_options_change_nothing_that_they_should_not() -> None:
 
 def test_run_zero_tokens() -> None:
     done = pyggml("run", "-p", "Emma", "-n", "0")
-    assert done.returncode == 0 and done.stdout == b"Emma\n"
+    assert done.returncode == 0 and done.stdout == b"Emma\n" and b"first " not in done.stderr
+
+
+def test_a_full_context_is_told() -> None:
+    done = pyggml("run", "-p", "Captain Wentworth had", "-c", "8", "--temp", "0")
+    assert done.returncode == 0 and b"stopped  the context is full: 8 tokens; -c N for more" in done.stderr
 
 
 @pytest.mark.parametrize(("code", "match", "args", "stdin"), [
@@ -126,6 +133,52 @@ def test_demo() -> None:
     assert "nodes at 2 = 64 = 512 = 4096 tokens" in out and "same 64 tokens" in out and "kernel level" in lines[0]
     delta = float(re.search(r"max \|dlogit\| ([\d.e+-]+)", out).group(1))  # type: ignore[union-attr]
     assert delta <= 1e-3
+
+
+def test_lack_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def context(*_: object) -> None:
+        raise MemoryError("Unable to allocate 23.8 GiB")
+    monkeypatch.setattr("pyggml.tools.run.open_context", context)
+    assert tools.main(["run", "-p", "x"]) == 1
+    assert capsys.readouterr().err == "pyggml run: out of memory: Unable to allocate 23.8 GiB; a smaller -c or -ub takes less\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sh and /dev/full")
+@pytest.mark.parametrize(("command", "code", "says"), [
+    ("info >&-", 1, "pyggml info: stdout is closed"),
+    ("info >/dev/full", 1, "pyggml info: .*No space left"),
+    ("run -n 1 <&-", 0, None),
+    ("run -n 1 -m README.md <&-", 1, "pyggml run: "),
+    ("info 2>&-", 0, None),
+])
+def test_closed_and_full_streams(command: str, code: int, says: str | None) -> None:
+    done = subprocess.run(["sh", "-c", f"{sys.executable} -m pyggml {command}"], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert says is None or re.fullmatch(says + ".*\n", done.stderr)
+
+
+def test_a_character_that_the_terminal_lacks() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "pyggml", "info"], capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    assert done.returncode == 0 and "'? t', 'h e'" in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="process groups")
+def test_ctrl_c_reaches_no_compiling_process() -> None:
+    worker = workers._start()
+    try:
+        assert os.getpgid(worker.pid) == worker.pid != os.getpgid(0)
+    finally:
+        worker.kill()
+        workers._close(worker)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "pyggml", "info"], capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    assert done.returncode == 0 and re.fullmatch("pyggml: .*file/pyggml/kernels cannot be written: kernels are compiled again at every start\n", done.stderr)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]  # the temporary folder is gone
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

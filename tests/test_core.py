@@ -43,7 +43,7 @@ def test_tensor_dims_and_strides() -> None:
     (lambda: pg.cumsum(pg.tensor([3]), dim=4), ParamError, "CUMSUM: dim 4; legal: 0 to 3"),
     (lambda: pg.mul_mat(pg.tensor([4, 2]), pg.tensor([5, 2])), ShapeError, "MUL_MAT"),
     (lambda: pg.find_op("FOO"), ParamError, "unknown op 'FOO'; known: "),
-    (lambda: pg.compute(pg.cumsum(pg.tensor([3])), backend="tpu"), ParamError, "backend 'tpu' is unknown; legal: cpu, reference, null"),
+    (lambda: pg.compute(pg.cumsum(pg.tensor([3])), backend="tpu"), ParamError, "backend 'tpu' is unknown; legal: cpu, reference, ggml, null"),
     (lambda: pg.Graph([3]), GraphError, "an output is int"),
 ])
 def test_errors_come_when_the_node_is_built(make: object, error: type[Exception], match: str) -> None:
@@ -205,8 +205,21 @@ def test_a_script_with_its_own_op_runs(tmp_path: Path, root: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_readme_api_block_runs(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["api", "layer"])
+def test_readme_block_runs(name: str, root: Path) -> None:
     readme = (root / "README.md").read_text(encoding="utf-8")
-    block = readme.split("<!-- api -->")[1].split("```python\n")[1].split("```")[0]
+    block = readme.split(f"<!-- {name} -->")[1].split("```python\n")[1].split("```")[0]
     assert len(block.strip().splitlines()) <= 20
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_misuse_of_compute_ends_in_one_line() -> None:
+    x = pg.tensor([3], name="x")
+    with pytest.raises(GraphError, match="a key of feeds is str"):
+        pg.compute(pg.sqr(x), {"x": np.ones(3)})  # type: ignore[dict-item]
+    with pytest.raises(ParamError, match="backend cpu has no option 'thread'; legal: threads, level"):
+        pg.compute(pg.sqr(x), {x: np.ones(3)}, thread=2)
+    with pytest.raises(ShapeError, match="tensor: ne 3 must be"):
+        pg.tensor(3)  # type: ignore[arg-type]
+    assert pg.compute(pg.sqr(x), {x: [1, 2, 3]}, backend="reference", threads=2).tolist() == [1, 4, 9]  # type: ignore[dict-item]
+    assert pg.Graph(pg.sqr(x)).n_nodes == 1 and {"cumsum", "cumsum_0", "load_model"} <= set(dir(pg))

@@ -116,7 +116,7 @@ BAD = [
     ("f72-name-of-64", build((), [info(b"a" * 64, [4])], F32_DATA), "tensor 1 of 1: found a name of 64 bytes, legal 1 to 63 bytes"),
     ("f72-name-empty", build((), [info(b"", [4])], F32_DATA), "tensor 1 of 1: found an empty name, legal 1 to 63 bytes"),
     ("f72-name-not-utf-8", build((), [info(b"\xff\xfe", [4])], F32_DATA), r"tensor 1 of 1: found the name b'\xff\xfe', legal UTF-8 (byte 0 is not)"),
-    ("f72-key-not-utf-8", build([u32(b"a\xc3", 1)]), r"key 1 of 1: found the name b'a\xc3', legal UTF-8 (byte 1 is not)"),
+    ("f72-key-not-utf-8", build([u32(b"a\xc3", 1)]), r"key 1 of 1: found the key b'a\xc3', legal UTF-8 (byte 1 is not)"),
     ("f73-key-twice", build([u32(b"general.name", 1), u32(b"general.name", 1)]), "key 'general.name': found the key twice, legal once"),
     ("f73-tensor-twice", build((), [info(b"a", [4]), info(b"a", [4], 0, 32)], bytes(64)), "tensor 'a': found the name twice, legal once"),
     (
@@ -189,6 +189,7 @@ def test_every_kind_of_value(put):
         assert f.metadata["empty"] == "" and f.metadata["schlüssel"] == "ü\0"
         assert f.metadata["bytes"].encode("utf-8", "surrogateescape") == b"a\xff\xed\xa0\x80"
         strings = f.metadata["strings"]
+        assert [strings[:n] for n in range(6)] == [["a", "", "\udcff", "中"][:n] for n in range(6)]  # decodes no more than these
         assert isinstance(strings, StringArray) and strings == ["a", "", "\udcff", "中"]
         assert (strings[-1], strings[1:3], list(reversed(strings))[0], strings.index("\udcff")) == ("中", ["", "\udcff"], "中", 2)
         assert strings != ["a", "", "\udcff"] and strings != ["a", "", "x", "中"] and strings != "a" and f.metadata["e8"] == []

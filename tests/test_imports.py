@@ -15,17 +15,18 @@ import pytest
 LAYERS = {
     "base": ["errors", "dtypes"],
     "tensor": ["tensor"],
-    "registry": ["registry", "cases"],
+    "registry": ["registry", "cases", "casetext"],
     "ops": ["ops", "ops.*", "quants", "quants.*"],  # declarations, rules, NumPy references
     "graph": ["graph"],
     "plan": ["plan"],
-    "simd": ["cpu", "cpu.level", "cpu.simd", "cpu.mathf", "cpu.vector"],  # instruction sets and intrinsics
+    "simd": ["cpu", "cpu.level", "cpu.simd", "cpu.mathf", "cpu.vector", "cpu.rows"],  # instruction sets and intrinsics
     "kernels": ["ops.*.cpu", "ops.*.cuda", "quants.cpu", "quants.*_cpu"],
     "backends": ["backends", "backends.*", "cpu", "cpu.*"],
     "gguf": ["gguf", "gguf.*"],
     "runtime": ["runtime", "runtime.*"],
     "models": ["models", "models.*"],
     "testing": ["testing"],
+    "guards": ["guards"],
     "pyggml": [""],  # pyggml/__init__.py: the public names
     "tools": ["tools", "tools.*"],
     "program": ["__main__"],

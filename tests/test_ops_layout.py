@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import gguf
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 import pyggml as pg
 from pyggml.backends import open_backend
 from pyggml.cpu.level import LEVELS, host_level
-from pyggml.errors import DTypeError, KernelError, ParamError, ShapeError
+from pyggml.errors import KernelError, ShapeError
 from pyggml.graph import Graph
 from pyggml.ops.layout.defs import (
     arange,
@@ -28,7 +27,6 @@ from pyggml.ops.layout.defs import (
     permute,
     repeat,
     repeat_interleave,
-    reshape,
     set_rows,
     transpose,
     view,
@@ -53,52 +51,12 @@ def ramp(*ne: int) -> np.ndarray:
 
 X = tensor([6, 4], name="x")
 Q = raw_tensor(np.zeros(2 * 2 * 34, np.uint8), pg.dtype("q8_0"), [64, 2], "q")
-I64S = tensor([3], "i64")
-
-BAD: list[tuple[str, Callable[[], object], type[Exception], str]] = [
-    ("view end", lambda: view(X, [6, 4], [24], 4), ShapeError, "VIEW: ne [6, 4] from byte 4 ends at byte 100; x's storage ends at byte 96"),
-    ("view of view end", lambda: view(view(X, [6], None, 72), [7]), ShapeError, "x's storage ends at byte 24"),
-    ("view offset", lambda: view(X, [2], None, 2), ShapeError, "offset is 2; legal: multiples of 4 bytes from 0"),
-    ("view negative", lambda: view(X, [2], None, -4), ShapeError, "offset is -4"),
-    ("view nb count", lambda: view(X, [2, 2], [24, 24]), ShapeError, "nb is [24, 24]; legal: 1 positive multiples of 4"),
-    ("view nb unit", lambda: view(X, [2, 2], [10]), ShapeError, "nb is [10]"),
-    ("view ne", lambda: view(X, [0, 2]), ShapeError, "VIEW: ne: ne [0, 2] must be 1 to 4 whole numbers >= 1"),
-    ("view block", lambda: view(Q, [48]), ShapeError, "ne[0] is 48; legal for q8_0: multiples of its block of 32"),
-    ("view block offset", lambda: view(Q, [32], None, 32), ShapeError, "offset is 32; legal: multiples of 34"),
-    ("reshape count", lambda: reshape(X, [5, 5]), ShapeError, "RESHAPE: ne [5, 5] holds 25 elements; x has 24"),
-    ("reshape rest", lambda: reshape(X, [5, -1]), ShapeError, "RESHAPE: ne [5, -1] does not divide x's 24 elements"),
-    ("reshape two rests", lambda: reshape(X, [-1, -1]), ShapeError, "RESHAPE: ne: ne [-1, -1] must be"),
-    ("reshape strided", lambda: reshape(transpose(X), [24]), ShapeError, "it must be contiguous"),
-    ("permute axes", lambda: permute(X, 0, 0, 1, 2), ShapeError, "PERMUTE: axes are [0, 0, 1, 2]; legal: each of 0 1 2 3 once"),
-    ("permute blocks", lambda: permute(Q, 1, 0, 2, 3), DTypeError, "PERMUTE: x is q8_0, stored in blocks along dim 0"),
-    ("transpose blocks", lambda: transpose(Q), DTypeError, "TRANSPOSE: x is q8_0"),
-    ("cont blocks", lambda: cont(Q), DTypeError, "CONT: x is q8_0; legal: types without blocks"),
-    ("cpy types", lambda: cpy(X, tensor([24], "i32")), DTypeError, "CPY: a is f32, b is i32"),
-    ("cpy count", lambda: cpy(X, tensor([23])), ShapeError, "CPY: a has 24 elements, ne [6, 4, 1, 1]; b has 23"),
-    ("concat dims", lambda: concat(X, tensor([6, 3])), ShapeError, "CONCAT: a has ne [6, 4, 1, 1], b has ne [6, 3, 1, 1]; they must agree in all dims but 0"),
-    ("concat types", lambda: concat(X, tensor([6, 4], "f16")), DTypeError, "CONCAT: b is f16; legal: f32"),
-    ("concat dim", lambda: concat(X, X, 4), ShapeError, "CONCAT: dim is 4; legal: 0 to 3"),
-    ("repeat", lambda: repeat(X, [12, 5]), ShapeError, "REPEAT: ne is [12, 5]; each dim must be a multiple of x's, ne [6, 4, 1, 1]"),
-    ("repeat_interleave n", lambda: repeat_interleave(X, 0), ParamError, "REPEAT_INTERLEAVE: n is 0"),
-    ("repeat_interleave dim", lambda: repeat_interleave(X, 2, -1), ShapeError, "REPEAT_INTERLEAVE: dim is -1"),
-    ("pad", lambda: pad(X, -1), ParamError, "PAD: p0 to p3 are [-1, 0, 0, 0]"),
-    ("fill", lambda: fill(tensor([2], "i32"), 0.5), ParamError, "FILL: c is 0.5; legal: a number, and a whole one for i32"),
-    ("arange", lambda: arange(0, 0), ParamError, "ARANGE: start, stop, step are [0, 0, 1.0]"),
-    ("arange step", lambda: arange(0, 3, -1), ParamError, "at least one step from start towards stop"),
-    ("get_rows x", lambda: get_rows(tensor([4], "f64"), tensor([1], "i32")), DTypeError, "GET_ROWS: x is f64; legal: f32, f16"),
-    ("get_rows ids", lambda: get_rows(X, I64S), DTypeError, "GET_ROWS: ids is i64; legal: i32"),
-    ("get_rows ne", lambda: get_rows(X, tensor([1, 2], "i32")), ShapeError, "GET_ROWS: ids has ne [1, 2, 1, 1]; legal for x of ne [6, 4, 1, 1]: [k, 1, 1, 1]"),
-    ("set_rows src", lambda: set_rows(X, tensor([6, 2]), I64S), ShapeError, "SET_ROWS: src has ne [6, 2, 1, 1]; legal for dst of ne [6, 4, 1, 1] and 3 ids"),
-    ("set_rows type", lambda: set_rows(X, tensor([6, 3], "f16"), I64S), DTypeError, "SET_ROWS: src is f16; legal: f32"),
-    ("set_rows ids", lambda: set_rows(tensor([6, 4, 4]), tensor([6, 2, 4]), tensor([2, 3], "i64")), ShapeError, "dims 1 and 2 must divide 4 and 1"),
-]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_rule_refuses(call: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as found:
-        call()
-    assert message in str(found.value) and "\n" not in str(found.value)
+def test_a_view_of_a_view_ends_with_the_storage() -> None:
+    with pytest.raises(ShapeError, match="x's storage ends at byte 24"):
+        view(view(X, [6], None, 72), [7])
+
 
 
 # -- views ----------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -20,7 +19,7 @@ from pyggml.cpu.compile import kernels_for
 from pyggml.cpu.fuse import group, launch_of
 from pyggml.cpu.simd import Arg
 from pyggml.dtypes import BF16, bf16_to_f32, f32_to_bf16
-from pyggml.errors import DTypeError, ParamError, PyggmlError, ShapeError, UnsupportedOp
+from pyggml.errors import DTypeError, UnsupportedOp
 from pyggml.ops.pointwise import defs
 from pyggml.plan import Step, make_plan
 from pyggml.registry import OPS, Pointwise, Spec, like, op
@@ -48,10 +47,6 @@ def test_an_op_is_a_line_of_the_table(name: str) -> None:
     assert d.pointwise is not None and d.__doc__ and f"Source: ggml_{name}" in d.__doc__
     node = d.all_cases()[0]
     assert node.perf is False and sum(c.perf for c in d.all_cases()) >= 1
-
-
-def test_the_example_of_the_table_runs() -> None:
-    assert doctest.testmod(defs).failed == 0
 
 
 SPECIAL = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-40, -1e-40, 88.7, 88.73, -104.0, 1e30, -1e30, 1.0, -1.0, 20.0, 20.5], np.float32)
@@ -109,30 +104,12 @@ def test_f64_is_computed_in_f64() -> None:
     assert wide[0] == np.float64(np.float32(1 / 3)) * 3.0
 
 
-ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "b-too-large": (lambda: pg.add(pg.tensor([10, 5]), pg.tensor([20, 5])), ShapeError, r"ADD: b has ne \[20, 5, 1, 1\].*divisor of a's \[10, 5, 1, 1\]"),
-    "b-no-divisor": (lambda: pg.mul(pg.tensor([10, 5]), pg.tensor([10, 3])), ShapeError, r"MUL: b has ne \[10, 3, 1, 1\]"),
-    "i32": (lambda: pg.silu(pg.tensor([4], "i32")), DTypeError, "SILU: a is i32; legal: f32, f16, bf16"),
-    "no-f64-exp": (lambda: pg.exp(pg.tensor([4], "f64")), DTypeError, "EXP: a is f64; legal: f32, f16, bf16$"),
-    "quantized": (lambda: pg.add(pg.tensor([4]), pg.tensor([32], "q8_0")), DTypeError, "ADD: b is q8_0"),
-    "type-i32": (lambda: pg.add(pg.tensor([4]), pg.tensor([4]), type="i32"), DTypeError, "ADD: type i32; legal: f32, f16, bf16, f64"),
-    "type-unknown": (lambda: pg.cast(pg.tensor([4]), "f8"), DTypeError, "unknown type 'f8'"),
-    "cast-q8": (lambda: pg.cast(pg.tensor([32]), "q8_0"), DTypeError, "CAST: type q8_0; legal: f32, f16, bf16, f64, i32"),
-    "odd-glu": (lambda: pg.swiglu(pg.tensor([7, 2])), ShapeError, r"SWIGLU: a has ne \[7, 2, 1, 1\]; ne0 must be even"),
-    "split-ne": (lambda: pg.reglu_split(pg.tensor([4]), pg.tensor([2])), ShapeError, r"REGLU_SPLIT: b has ne \[2, 1, 1, 1\]; it must be a's"),
-    "split-type": (lambda: pg.swiglu_split(pg.tensor([4]), pg.tensor([4], "f16")), DTypeError, "SWIGLU_SPLIT: b is f16; legal: f32"),
-    "clamp-order": (lambda: pg.clamp(pg.tensor([4]), 1.0, -1.0), ParamError, "CLAMP: lo 1 is above hi -1"),
-    "clamp-nan": (lambda: pg.clamp(pg.tensor([4]), float("nan"), 1.0), ParamError, "CLAMP: lo nan is above hi 1"),
-    "scale-text": (lambda: pg.scale(pg.tensor([4]), "2"), ParamError, "SCALE: s is str; it must be a number"),
-}
+def test_types_that_do_not_exist_or_are_not_computed() -> None:
+    with pytest.raises(DTypeError, match="unknown type 'f8'"):
+        pg.cast(pg.tensor([4]), "f8")
+    with pytest.raises(DTypeError, match="EXP: a is f64; legal: f32, f16, bf16$"):
+        pg.exp(pg.tensor([4], "f64"))
 
-
-@pytest.mark.parametrize("key", ERRORS)
-def test_rules(key: str) -> None:
-    make, error, match = ERRORS[key]
-    with pytest.raises(error, match=match) as e:
-        make()
-    assert isinstance(e.value, PyggmlError) and "\n" not in str(e.value)
 
 
 # -- faults of peer engines -----------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_wheel_holds_the_package_and_nothing_else(root: Path, modules: dict[str,
     demo = {f"pyggml/models/demo/{path.name}" for path in (root / "models/demo").iterdir()}
     assert DEMO <= {Path(name).suffix for name in demo}
     info = f"pyggml-{VERSION}.dist-info/"
-    assert {n for n in wheel_names if not n.startswith(info)} == expected | demo | {"pyggml/py.typed"}
+    assert {n for n in wheel_names if not n.startswith(info)} == expected | demo | {"pyggml/py.typed", "pyggml/models/shapes.json"}
 
 
 def test_sdist_holds_what_a_build_and_a_test_run_need(dists: Path, wheel_names: set[str], root: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import doctest
 import itertools
 import math
 from typing import Any
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 
 from pyggml.errors import DTypeError, ParamError, PyggmlError, ShapeError
-from pyggml.runtime import sampling
-from pyggml.runtime.sampling import Sampler
+from pyggml.runtime.sampling import Sampler, SamplerParams
 
 NAN, INF = math.nan, math.inf
 P = [0.15, 0.5, 0.1, 0.25]  # by rank: ids 1, 3, 0, 2
@@ -174,7 +172,7 @@ def test_greedy_and_sampled_calls_do_not_touch_the_logits() -> None:
 def test_defaults() -> None:
     sampler = Sampler(seed=3)
     assert repr(sampler) == "Sampler(temp=0.8, top_k=40, top_p=0.95, seed=3)"
-    assert sampler.params == sampling.SamplerParams(0.8, 40, 0.95, 1)
+    assert sampler.params == SamplerParams(0.8, 40, 0.95, 1)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +218,3 @@ def test_illegal_options(options: dict[str, Any], message: str) -> None:
 def test_logits_that_are_refused(temp: float, logits: Any, error: type[PyggmlError], message: str) -> None:
     with pytest.raises(error, match=message):
         Sampler(temp=temp, seed=0).sample(np.array(logits))
-
-
-def test_doctests() -> None:
-    result = doctest.testmod(sampling)
-    assert result.attempted and not result.failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import random
 import subprocess
@@ -18,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyggml.errors import FormatError, ModelError, ParamError
-from pyggml.runtime import vocab as vocab_module
 from pyggml.runtime.vocab import StreamDetokenizer, Vocab
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -631,8 +629,3 @@ def test_detokenizing_loads_no_library() -> None:
         "assert v.tokenize('ab') == [0, 1] and 'tokenizers' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_doctests() -> None:
-    result = doctest.testmod(vocab_module)
-    assert result.attempted and not result.failed

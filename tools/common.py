@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from pyggml.errors import ParamError
 from pyggml.models import Model, demo_path, load_model
+from pyggml.models.layers import FORMS
+from pyggml.models.loader import CACHE_TYPES
+from pyggml.runtime.context import Context
 
 
-def whole(least: int, most: int = 1 << 31) -> type:
+def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
     """An argparse type: a whole number from least to most."""
     def parse(text: str) -> int:
         try:
@@ -18,15 +27,56 @@ def whole(least: int, most: int = 1 << 31) -> type:
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{text!r}; legal: a whole number from {least} to {most}")
         return value
-    return parse  # type: ignore[return-value]
+    return parse
+
+
+def numbers(least: int) -> Callable[[str], list[int]]:
+    """An argparse type: whole numbers of at least `least`, separated by commas."""
+    one = whole(least)
+    return lambda text: [one(x) for x in text.split(",")]
 
 
 def chunk(text: str) -> int | str:
     """An argparse type: a number of tokens, or none."""
     if text == "none":
         return text
-    value: int = whole(1)(text)
-    return value
+    return whole(1)(text)
+
+
+def form(text: str) -> str | Callable[..., Any]:
+    """An argparse type: a form of the Mamba2 layers by name, or a user's function."""
+    if text in ("auto", *FORMS):
+        return text
+    if ":" not in text:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; legal: auto, {', '.join(FORMS)}, FILE.py:FUNCTION, MODULE:FUNCTION")
+    try:
+        return load_function(text)
+    except ParamError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def load_function(text: str) -> Callable[..., Any]:
+    """The function that FILE.py:FUNCTION or MODULE:FUNCTION names; ParamError where there is none."""
+    where, _, name = text.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except (ImportError, OSError, SyntaxError, ValueError) as e:
+        raise ParamError(f"{text!r}: {where or 'no module'} cannot be imported: {e}") from None
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ParamError(f"{text!r}: {where} has no function {name!r}")
+    return found
+
+
+def form_name(value: str | Callable[..., Any]) -> str:
+    """How a form is printed: its name, or the function's."""
+    return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
 
 
 def model_options(p: argparse.ArgumentParser) -> None:
@@ -34,17 +84,18 @@ def model_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("-m", "--model", metavar="FILE", help="GGUF file (default: the bundled model)")
 
 
-def context_options(p: argparse.ArgumentParser) -> None:
+def context_options(p: argparse.ArgumentParser, n_ctx: int = 4096) -> None:
     """Options of a context, by llama.cpp's names."""
-    p.add_argument("-c", "--ctx-size", type=whole(1), default=4096, metavar="N", help="tokens of context (4096)")
+    p.add_argument("-c", "--ctx-size", type=whole(1), default=n_ctx, metavar="N", help=f"tokens of context ({n_ctx})")
     p.add_argument("-ub", "--ubatch-size", type=whole(1), default=512, metavar="N", help="tokens per graph (512)")
     p.add_argument("-t", "--threads", type=whole(1, 256), metavar="N", help="threads (all cores)")
-    p.add_argument("--mamba2", choices=("auto", "scan", "ssd"), default="auto", help="graph of the Mamba2 layers (auto)")
+    p.add_argument("--mamba2", type=form, default="auto", metavar="FORM", help="graph of the Mamba2 layers: auto, scan, ssd, or a function of yours as "
+                   "FILE.py:FUNCTION or MODULE:FUNCTION, with the signature of mamba2_layer (auto)")
     p.add_argument("--chunk", type=chunk, metavar="N|none", help="tokens per chunk of the ssd graph; none: one chunk (default: by a limit on plan memory)")
-    p.add_argument("-ctk", "--cache-type-k", choices=("f32", "f16", "bf16"), default="f16", metavar="TYPE", help="type of the K cache: f32, f16, bf16 (f16)")
-    p.add_argument("-ctv", "--cache-type-v", choices=("f32", "f16", "bf16"), default="f16", metavar="TYPE", help="type of the V cache (f16)")
-    p.add_argument("--type-r", choices=("f32", "f16", "bf16"), default="f32", metavar="TYPE", help="type of the conv states (f32)")
-    p.add_argument("--type-s", choices=("f32", "f16", "bf16"), default="f32", metavar="TYPE", help="type of the SSM states (f32)")
+    p.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", metavar="TYPE", help=f"type of the K cache: {', '.join(CACHE_TYPES)} (f16)")
+    p.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", metavar="TYPE", help="type of the V cache (f16)")
+    p.add_argument("--type-r", choices=CACHE_TYPES, default="f32", metavar="TYPE", help="type of the conv states (f32)")
+    p.add_argument("--type-s", choices=CACHE_TYPES, default="f32", metavar="TYPE", help="type of the SSM states (f32)")
 
 
 def open_model(args: argparse.Namespace) -> Model:
@@ -52,17 +103,38 @@ def open_model(args: argparse.Namespace) -> Model:
     return load_model(args.model or demo_path())
 
 
+def open_context(model: Model, args: argparse.Namespace, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Context:
+    """A context as `context_options` ask, of n_ctx tokens instead where that is given."""
+    return model.context(threads=args.threads, n_ctx=n_ctx or args.ctx_size, n_ubatch=args.ubatch_size, n_seq_max=n_seq_max, mamba2=args.mamba2,
+                         chunk=args.chunk, type_k=args.cache_type_k, type_v=args.cache_type_v, type_r=args.type_r, type_s=args.type_s)
+
+
+def read_text(path: str, option: str = "-f") -> str:
+    """The text of a UTF-8 file; ParamError, naming the option, where there is none."""
+    try:
+        return Path(path).read_bytes().decode("utf-8")  # as it is: no line end is translated
+    except OSError as e:
+        raise ParamError(f"{option} {path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise ParamError(f"{option} {path}: byte {e.start} is not UTF-8") from None
+
+
 def compile_line() -> str:
     """What compiling cost this process."""
     from pyggml.cpu.compile import STATS
     if STATS.n_compiled:
-        return f"{STATS.n_compiled} kernels in {STATS.seconds:.1f} s (once per machine)"
-    return f"nothing to do, {STATS.n_loaded} kernels from the cache"
+        return f"{counted(STATS.n_compiled, 'kernel')} in {STATS.seconds:.1f} s (once per machine)"
+    return f"nothing to do, {counted(STATS.n_loaded, 'kernel')} from the cache"
 
 
 def note(text: str) -> None:
     """A line on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def counted(n: int, noun: str) -> str:
+    """2, "kernel" -> 2 kernels."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def human_bytes(n: float) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -45,10 +49,23 @@ def main(args: argparse.Namespace) -> int:
     print(f"compare  max |dlogit| {np.abs(logits['scan'] - logits['ssd']).max():.1e} over {N_PROMPT} positions, {same} {N_PREDICT} tokens")
     text = f"{demo_prompt()}{texts['ssd']}".replace("\n", " ")
     print(textwrap.fill(text, 150, initial_indent="text     ", subsequent_indent="         "))
-    print("next     pyggml run -p 'Mrs. Bennet was' --temp 0    your prompt")
-    print("         pyggml info                                what the file holds")
-    print("         pyggml run --help                          all options; -m FILE for your own GGUF")
+    name = program()
+    commands = {f"{name} run -p 'Mrs. Bennet was' --temp 0": "your prompt", f"{name} info": "what the file holds",
+                f"{name} run --help": "all options; -m FILE for your own GGUF"}
+    width = max(map(len, commands))
+    for head, (command, what) in zip(("next", "", ""), commands.items(), strict=True):
+        print(f"{head:<8} {command:<{width}}    {what}")
     return 0
+
+
+def program() -> str:
+    """What a shell here takes for this program: its name, or the path of its script where the name is not found."""
+    script = Path(sys.executable).with_name("pyggml")
+    found = shutil.which("pyggml")
+    if found and Path(found).parent.samefile(script.parent):
+        return "pyggml"
+    path = script if script.exists() else Path(sys.executable)
+    return min(os.path.relpath(path), str(path), key=len) + ("" if path == script else " -m pyggml")
 
 
 def prefill(contexts: dict[str, Context], prompt: list[int]) -> tuple[dict[str, float], dict[str, np.ndarray]]:

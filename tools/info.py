@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from collections import defaultdict
 from importlib.metadata import version
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from pyggml import __version__
 from pyggml.cpu.compile import cache_folder
 from pyggml.cpu.level import describe
-from pyggml.errors import ModelError
+from pyggml.errors import ModelError, escaped
 from pyggml.gguf import GGUFFile, check_gguf, read_gguf
 from pyggml.models import Model, demo_path
 from pyggml.tools.common import human_bytes, human_count, model_options
@@ -48,21 +50,21 @@ def main(args: argparse.Namespace) -> int:
 def machine_lines() -> list[str]:
     """Versions, CPU, kernel level, cache."""
     m = describe()
-    kernels = len(list(cache_folder().glob("*.o")))
+    kernels = sum(name.endswith(".o") for name in os.listdir(cache_folder()))
     return [f"pyggml      {__version__}, numpy {version('numpy')}, numba {version('numba')}, llvmlite {version('llvmlite')}",
             f"cpu         {m['cpu']}, {m['cores']} cores, kernel level {m['level']}", f"kernels     {kernels} compiled in {cache_folder()}"]
 
 
 def file_lines(f: GGUFFile) -> list[str]:
     """Size, metadata, tensors by type."""
-    n_params = sum(_elements(t.ne) for t in f.tensors.values())
+    n_params = sum(math.prod(t.ne) for t in f.tensors.values())
     nbytes = sum(t.nbytes for t in f.tensors.values())
-    lines = [f"file        {f.path}", f"            GGUF v{f.version}, {human_bytes(f.size)}, {len(f.metadata)} keys, {len(f.tensors)} tensors"]
-    lines += [f"  {k:<48} {str(f.types[k]):<9} {_short(v)}" for k, v in f.metadata.items()]
+    lines = [f"file        {escaped(f.path)}", f"            GGUF v{f.version}, {human_bytes(f.size)}, {len(f.metadata)} keys, {len(f.tensors)} tensors"]
+    lines += [f"  {escaped(k):<48} {str(f.types[k]):<9} {_short(v)}" for k, v in f.metadata.items()]
     by_type: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for t in f.tensors.values():
         row = by_type[t.dtype.name]
-        row[0], row[1], row[2] = row[0] + 1, row[1] + _elements(t.ne), row[2] + t.nbytes
+        row[0], row[1], row[2] = row[0] + 1, row[1] + math.prod(t.ne), row[2] + t.nbytes
     largest_first = sorted(by_type.items(), key=lambda x: -x[1][2])
     lines += [f"tensors     {n:4d} {name:<6} {human_count(e):>9} weights {human_bytes(b):>10}" for name, (n, e, b) in largest_first]
     bits = f"{8 * nbytes / n_params:.2f} bits per weight" if n_params else "no weights"
@@ -74,16 +76,9 @@ def model_lines(m: Model) -> list[str]:
     shape = m.memory_shape()
     counts = {k: m.kinds.count(k) for k in dict.fromkeys(m.kinds)}
     kv = 2 * (sum(shape.k) + sum(shape.v))
-    state = 4 * sum(_elements(ne) for ne in (*shape.conv, *shape.ssm) if ne)
+    state = 4 * sum(math.prod(ne) for ne in (*shape.conv, *shape.ssm) if ne)
     return [f"model       {m.arch}, {len(m.kinds)} layers ({', '.join(f'{n} {k}' for k, n in counts.items())}), vocabulary {m.n_vocab}",
             f"memory      KV {kv} bytes per token (f16), state {human_bytes(state)} per sequence (f32)"]
-
-
-def _elements(ne: tuple[int, ...]) -> int:
-    n = 1
-    for x in ne:
-        n *= x
-    return n
 
 
 def _short(value: Any) -> str:

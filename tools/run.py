@@ -10,15 +10,15 @@ from pyggml.errors import ParamError
 from pyggml.models import Model
 from pyggml.runtime.context import Context
 from pyggml.runtime.sampling import Sampler
-from pyggml.tools.common import compile_line, context_options, human_bytes, model_options, note, open_model, whole
+from pyggml.tools.common import compile_line, context_options, counted, form_name, human_bytes, model_options, note, open_context, open_model, read_text, whole
 
 
 def options(p: argparse.ArgumentParser) -> None:
     """Options, by llama.cpp's names."""
     model_options(p)
     source = p.add_mutually_exclusive_group()
-    source.add_argument("-p", "--prompt", metavar="TEXT", help="prompt (default: stdin; the bundled model has one of its own)")
-    source.add_argument("-f", "--file", metavar="FILE", help="file with the prompt")
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="prompt (default: stdin, less a last newline; the bundled model has one of its own)")
+    source.add_argument("-f", "--file", metavar="FILE", help="file with the prompt (a last newline is left out)")
     p.add_argument("-n", "--predict", type=whole(0), default=128, metavar="N", help="tokens to predict at most (128)")
     context_options(p)
     p.add_argument("--temp", type=float, default=0.8, metavar="X", help="temperature; 0: always the likeliest token (0.8)")
@@ -37,20 +37,19 @@ def main(args: argparse.Namespace) -> int:
     ids = model.vocab.tokenize(prompt)
     if not ids:
         raise ParamError("the prompt is empty; give one with -p, -f or stdin")
-    ctx = model.context(threads=args.threads, n_ctx=args.ctx_size, n_ubatch=args.ubatch_size, mamba2=args.mamba2, chunk=args.chunk, type_k=args.cache_type_k,
-                        type_v=args.cache_type_v, type_r=args.type_r, type_s=args.type_s)
+    ctx = open_context(model, args)
     loaded = time.perf_counter()
     ctx.prepare(len(ids))
     prepared = time.perf_counter()
     if not args.no_display_prompt:
         print(prompt, end="", flush=True)
-    count, first, eval_start = 0, 0.0, 0.0
+    tokens: list[int] = []
+    first = 0.0
 
-    def on_token(_token: int) -> None:
-        nonlocal count, first
-        if count == 0:
-            first = time.perf_counter()
-        count += 1
+    def on_token(token: int) -> None:
+        nonlocal first
+        first = first or time.perf_counter()
+        tokens.append(token)
 
     eval_start = time.perf_counter()
     for piece in ctx.generate(ids, args.predict, sampler, on_token=on_token):
@@ -58,7 +57,9 @@ def main(args: argparse.Namespace) -> int:
     end = time.perf_counter()
     print(flush=True)
     first = first or end
-    report(model, ctx, args, sampler, loaded - start, prepared - loaded, (len(ids), first - eval_start), first - start, (count - 1, end - first))
+    report(model, ctx, args, sampler, loaded - start, prepared - loaded, (len(ids), first - eval_start), first - start, (len(tokens), end - first))
+    if len(tokens) < args.predict and not (tokens and tokens[-1] in model.vocab.eog_ids):
+        note(f"stopped  the context is full: {args.ctx_size} tokens; -c N for more")
     return 0
 
 
@@ -67,20 +68,14 @@ def read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
         return str(args.prompt)
     if args.file is not None:
-        try:
-            with open(args.file, encoding="utf-8") as f:
-                return f.read()
-        except OSError as e:
-            raise ParamError(f"-f {args.file}: {e.strerror}") from None
-        except UnicodeDecodeError as e:
-            raise ParamError(f"-f {args.file}: byte {e.start} is not UTF-8") from None
-    if not sys.stdin.isatty():
+        return read_text(args.file).removesuffix("\n")
+    if sys.stdin and not sys.stdin.isatty():
         try:
             text = sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as e:
             raise ParamError(f"stdin: byte {e.start} is not UTF-8") from None
         if text or args.model is not None:
-            return text
+            return text.removesuffix("\n")
     elif args.model is not None:
         raise ParamError("no prompt; give one with -p, -f or stdin")
     return demo_prompt()
@@ -93,15 +88,17 @@ def demo_prompt() -> str:
 
 
 def report(model: Model, ctx: Context, args: argparse.Namespace, sampler: Sampler, load: float, prepare: float, prompt: tuple[int, float], ttft: float,
-           evaluated: tuple[int, float]) -> None:
-    """Timings and memory, one line each, on stderr."""
+           predicted: tuple[int, float]) -> None:
+    """Timings and memory, one line each, on stderr. `predicted`: tokens, and the seconds that those after the first one took."""
     from pyggml.cpu.compile import STATS
     memory = ctx.memory_bytes()
-    form = args.mamba2 if args.mamba2 != "auto" else f"auto ({ctx.forms_used()})"
+    form = form_name(args.mamba2) if args.mamba2 != "auto" else f"auto ({ctx.forms_used()})"
     note(f"compile  {compile_line()}")
     note(f"load     {load:.2f} s, plans {prepare - STATS.seconds:.2f} s")
-    note(f"prompt   {prompt[0]} tokens, {prompt[0] / max(prompt[1], 1e-9):.1f} t/s; mamba2 {form}")
-    note(f"first    {ttft:.2f} s from start to first token")
-    if evaluated[0] > 0:
-        note(f"eval     {evaluated[0]} tokens, {evaluated[0] / max(evaluated[1], 1e-9):.1f} t/s; {ctx.threads} threads, seed {sampler.seed}")
+    note(f"prompt   {counted(prompt[0], 'token')}, {prompt[0] / max(prompt[1], 1e-9):.1f} t/s; mamba2 {form}, {counted(ctx.threads, 'thread')}")
+    if predicted[0]:
+        note(f"first    {ttft:.2f} s from start to first token" + (f"; seed {sampler.seed}" if args.temp > 0 else ""))
+    n_eval = predicted[0] - 1
+    if n_eval > 0:
+        note(f"eval     {counted(n_eval, 'token')}, {n_eval / max(predicted[1], 1e-9):.1f} t/s")
     note(f"memory   weights {human_bytes(model.nbytes)}, " + ", ".join(f"{k} {human_bytes(v)}" for k, v in memory.items()))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from pyggml.backends.base import Backend, Runner
@@ -12,20 +15,22 @@ NAMES = ("cpu", "reference", "ggml", "null")
 
 def open_backend(name: str, **options: Any) -> Backend:
     """The backend of that name: `cpu` (threads, level, fuse, reuse, poison), `reference`, `ggml` (threads, poll, reuse, poison; needs
-    the wheel libggml-python) or `null`."""
-    if name == "cpu":
-        from pyggml.backends.cpu import CpuBackend
-        return CpuBackend(**options)
-    if name == "reference":
-        from pyggml.backends.reference import ReferenceBackend
-        return ReferenceBackend(**options)
-    if name == "ggml":
-        from pyggml.backends.ggml import GgmlBackend
-        return GgmlBackend(**options)
-    if name == "null":
-        from pyggml.backends.null import NullBackend
-        return NullBackend(**options)
-    raise ParamError(f"backend {name!r} is unknown; legal: {', '.join(NAMES)}")
+    the wheel libggml-python) or `null`. All take `threads`; those that have none ignore it.
+
+    >>> open_backend("cpu", thread=2)
+    Traceback (most recent call last):
+    pyggml.errors.ParamError: backend cpu has no option 'thread'; legal: threads, level, ...
+    """
+    if name not in NAMES:
+        raise ParamError(f"backend {name!r} is unknown; legal: {', '.join(NAMES)}")
+    backend: Callable[..., Backend] = getattr(import_module(f"pyggml.backends.{name}"), f"{name.capitalize()}Backend")
+    legal = inspect.signature(backend).parameters
+    if "threads" not in legal:
+        options.pop("threads", None)
+    for option in options:
+        if option not in legal:
+            raise ParamError(f"backend {name} has no option {option!r}; legal: {', '.join(['threads', *(k for k in legal if k != 'threads')])}")
+    return backend(**options)
 
 
 __all__ = ["Backend", "Runner", "open_backend"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Container
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from pyggml.dtypes import BF16, bf16_to_f32
 from pyggml.errors import GraphError, ShapeError
@@ -28,6 +30,14 @@ class Runner(Protocol):
         """Compute all steps."""
 
 
+@runtime_checkable
+class SteppedRunner(Runner, Protocol):
+    """A runner that can stop between any two steps of its plan, for tracing."""
+
+    def run_steps(self, first: int, last: int) -> float:
+        """Compute steps `first` to `last` - 1 alone, on memory as the steps before them left it. The seconds that they took."""
+
+
 class Backend(Protocol):
     """Kernels and memory of one kind of device. Options are given when it is opened; nothing is read from the environment."""
 
@@ -41,12 +51,23 @@ class Backend(Protocol):
 
 
 def check_array(t: Tensor, value: np.ndarray) -> np.ndarray:
-    """`value` as stored type of t with t's four dims in NumPy order; ShapeError when the shapes differ."""
+    """`value` as stored type of t with t's four dims in NumPy order; ShapeError when the shapes differ, DTypeError for what is no array of numbers."""
+    try:
+        value = np.asarray(value)
+    except ValueError as e:
+        raise ShapeError(f"{t.name or 'input'}: no array can be made of the {type(value).__name__} given: {e}") from None
     want = t.ne[::-1]
     shape = tuple(value.shape)
     if (1,) * (4 - len(shape)) + shape != want:
         raise ShapeError(f"{t.name or 'input'}: an array of shape {shape} was given; ne {list(t.ne)} takes shape {_natural(want)}")
     return encode(value, t.dtype).reshape(want)
+
+
+def typed_view(t: Tensor, storage: np.ndarray) -> np.ndarray:
+    """A tensor of a plain type over its root's storage (bytes), in NumPy order; BF16 as uint16 bits."""
+    assert t.dtype.np is not None
+    raw = storage.reshape(-1).view(np.uint8)[t.offs:]
+    return as_strided(raw[: len(raw) // t.dtype.nbytes * t.dtype.nbytes].view(t.dtype.np), t.ne[::-1], t.nb[::-1])
 
 
 def natural_shape(t: Tensor) -> tuple[int, ...]:
@@ -62,6 +83,13 @@ def _natural(shape: tuple[int, ...]) -> tuple[int, ...]:
 def decode(t: Tensor, stored: np.ndarray) -> np.ndarray:
     """A contiguous copy of a tensor's stored value; BF16 bits become float32."""
     return bf16_to_f32(stored) if t.dtype is BF16 else np.array(stored, order="C")
+
+
+def require_input(t: Tensor, inputs: Container[int]) -> None:
+    """GraphError unless t is one of a graph's inputs (their ids): constants and states lie in memory of their own, the rest is computed."""
+    if id(t) not in inputs:
+        kind = t.op if t.node is not None else "a leaf" if t.data is None else "a constant"
+        raise GraphError(f"{t.name or 'a tensor'} ({kind}) was given a value; it is not an input of this graph")
 
 
 def require_inputs_set(graph: Graph, given: set[int]) -> None:

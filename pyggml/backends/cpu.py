@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
-from pyggml.backends.base import check_array, decode, require_inputs_set
+from pyggml.backends.base import check_array, decode, require_input, require_inputs_set, typed_view
 from pyggml.cpu import tape as tp
 from pyggml.cpu.compile import ARG_WORDS, HEADER_WORDS, Progress, kernels_for
 from pyggml.cpu.fuse import group, launch_of
 from pyggml.cpu.launch import Launch, launch
-from pyggml.cpu.level import check_level, host_level
-from pyggml.cpu.team import TAPE_KERNELS, aligned, check_threads, n_cores, team
+from pyggml.cpu.level import check_level, host_level, n_cores
+from pyggml.cpu.simd import RAISED
+from pyggml.cpu.team import TAPE_KERNELS, aligned, check_threads, team
 from pyggml.errors import GraphError, KernelError, UnsupportedOp
 from pyggml.graph import Graph
 from pyggml.plan import Plan, Step, make_plan
@@ -23,18 +23,20 @@ POISON = 0xFF  # fills memory with NaN in every float type
 
 class CpuBackend:
     """Options: `threads` (default: all cores), `level` (default: the host's), `fuse` and `reuse` (off for bisecting),
-    `poison` (fill the arena with NaN at first), `progress(done, total)` while compiling."""
+    `poison` (fill the arena with NaN at first), `guard` (unused bytes around every tensor and each thread's scratch, for tests),
+    `progress(done, total)` while compiling."""
 
     name = "cpu"
 
     def __init__(self, *, threads: int | None = None, level: str | None = None, fuse: bool = True, reuse: bool = True, poison: bool = False,
-                 progress: Progress | None = None) -> None:
+                 guard: int = 0, progress: Progress | None = None) -> None:
         load_kernels("cpu")
         self.threads = n_cores() if threads is None else threads
         self.level = check_level(level)
         self.fuse = fuse
         self.reuse = reuse
         self.poison = poison
+        self.guard = guard
         self.progress = progress
         check_threads(self.threads)
         self.memory = SharedMemory()
@@ -45,8 +47,8 @@ class CpuBackend:
             return None
         return choose_kernel(node, "cpu")[1] or None
 
-    def compile(self, graph: Graph) -> CpuRunner:
-        """Plan, compile what is not cached, lay out memory."""
+    def plan(self, graph: Graph) -> Plan:
+        """Kernels, fusion groups and memory of a graph; nothing is compiled."""
         refused: list[str] = []
 
         def choose(step: Step) -> None:
@@ -61,9 +63,14 @@ class CpuBackend:
                 step.kernel = launch(k, node)
             step.kernel_name, step.scratch = step.kernel.name, step.kernel.scratch
 
-        plan = make_plan(graph, choose, fuse=group if self.fuse else None, reuse=self.reuse)
+        plan = make_plan(graph, choose, fuse=group if self.fuse else None, reuse=self.reuse, guard=self.guard)
         if refused:
             raise UnsupportedOp("; ".join(refused))
+        return plan
+
+    def compile(self, graph: Graph) -> CpuRunner:
+        """Plan, compile what is not cached, lay out memory."""
+        plan = self.plan(graph)
         specs = [s.kernel.spec for s in plan.steps]
         kernels_for().addresses(TAPE_KERNELS if self.level != host_level() else [*specs, *TAPE_KERNELS], self.progress)  # all in one go
         return CpuRunner(self, plan, kernels_for(self.level).addresses(specs, self.progress))
@@ -75,35 +82,54 @@ class SharedMemory:
     def __init__(self) -> None:
         self.arena = aligned(1)
         self.scratch = aligned(1)
+        self.user: object = None  # the ticket of the runner whose inputs and values the arena holds
 
     def grow(self, arena: int, scratch: int, fill: int) -> None:
         """Make room; a larger arena is a new one, which runners notice at their next use."""
         if arena > len(self.arena):
-            self.arena = aligned(arena)
+            self.arena = _allocated(arena, "values")
+            self.user = None
             if fill:
                 self.arena[...] = fill
         if scratch > len(self.scratch):
-            self.scratch = aligned(scratch)
+            self.scratch = _allocated(scratch, "scratch")
+
+
+def _allocated(nbytes: int, what: str) -> np.ndarray:
+    try:
+        return aligned(nbytes)
+    except (MemoryError, ValueError):
+        raise GraphError(f"the graph needs {nbytes} bytes for {what}; this system does not give so many") from None
 
 
 class CpuRunner:
-    """A plan bound to memory. All runners of a backend share their arena: inputs are to be set before each run, and values
-    read before another runner runs. `view(t)` gives the live memory of a tensor."""
+    """A plan bound to memory. All runners of a backend share their arena: once another one has been set or run, inputs must be
+    set again, and values are gone; GraphError says so. `view(t)` gives the live memory of a tensor."""
 
     def __init__(self, backend: CpuBackend, plan: Plan, addresses: list[int]) -> None:
         self.plan = plan
+        self._n_threads = backend.threads
         self.team = team(backend.threads)
         self.memory = backend.memory
+        self._ticket = object()
+        self._inputs = {id(t) for t in plan.graph.inputs}
         self._addresses = addresses
-        self._scratch_stride = -(-plan.scratch_bytes // 64) * 64
+        self._scratch_stride = -(-(plan.scratch_bytes + backend.guard) // 64) * 64
         self.memory.grow(plan.arena_bytes, self._scratch_stride * backend.threads, POISON if backend.poison else 0)
         self._given: set[int] = set()
-        self._status = np.zeros((len(plan.steps), 2), np.int64)
+        self._status = np.zeros((len(plan.steps), 3), np.int64)
         self._bind()
 
     def _sync(self) -> None:
-        if self._arena is not self.memory.arena or self._scratch is not self.memory.scratch:
+        if self._arena is not self.memory.arena or self._scratch is not self.memory.scratch or self.team is not team(self._n_threads):
+            self.team = team(self._n_threads)
             self._bind()
+
+    def _claim(self) -> None:
+        """Make the arena this runner's. What it held is gone when another one used it since."""
+        if self.memory.user is not self._ticket:
+            self.memory.user = self._ticket
+            self._given.clear()
 
     def _bind(self) -> None:
         self._arena, self._scratch = self.memory.arena, self.memory.scratch
@@ -141,40 +167,59 @@ class CpuRunner:
         if t.dtype.np is None:
             raise GraphError(f"{t.name}: {t.dtype.name} blocks have no NumPy view")
         self._sync()
-        root = t.root
-        if root.data is not None:
-            flat = root.data.reshape(-1).view(np.uint8)[t.offs:]
-        else:
-            start = self.plan.offsets.get(id(root))
-            if start is None:
-                raise GraphError(f"{t.name or 'tensor'} is not part of this graph")
-            flat = self._arena[start + t.offs:]
-        typed = flat[: len(flat) // t.dtype.nbytes * t.dtype.nbytes].view(t.dtype.np)
-        return as_strided(typed, t.ne[::-1], t.nb[::-1])
+        if t.root.data is not None:
+            return typed_view(t, t.root.data)
+        start = self.plan.offsets.get(id(t.root))
+        if start is None:
+            raise GraphError(f"{t.name or 'tensor'} is not part of this graph")
+        return typed_view(t, self._arena[start:])
 
     def set(self, t: Tensor, value: np.ndarray) -> None:
-        """Fill an input."""
-        self.view(t)[...] = check_array(t, value)
+        """Fill an input; GraphError for any other tensor."""
+        require_input(t, self._inputs)
+        stored = check_array(t, value)
+        self._claim()
+        self.view(t)[...] = stored
         self._given.add(id(t))
 
     def get(self, t: Tensor) -> np.ndarray:
         """A copy of a tensor's value; BF16 comes as float32."""
-        return decode(t, self.view(t))
+        live = self.view(t)
+        if t.root.data is None and self.memory.user is not self._ticket:
+            raise GraphError(f"{t.name or 'tensor'} has no value: run the graph first, and again when another graph of its backend was used")
+        return decode(t, live)
 
-    def run(self, times: np.ndarray | None = None) -> None:
-        """Run all steps; KernelError names the node whose kernel met bad data."""
-        require_inputs_set(self.plan.graph, self._given)
+    def run(self, times: np.ndarray | None = None, *, repeat: int = 1) -> None:
+        """Run all steps, `repeat` times on end; KernelError names the node whose kernel met bad data. `times` (int64, one per step run)
+        receives the monotonic clock in ns at the end of each step; all threads then meet after every step, which otherwise the small ones skip."""
         self._sync()
+        self._run_tape(self._tape if repeat == 1 else np.tile(self._tape, repeat), times)
+
+    def run_steps(self, first: int, last: int) -> float:
+        """Run steps `first` to `last` - 1 alone, on memory as the steps before them left it. The seconds that they took."""
+        self._sync()
+        times = np.zeros(last - first, np.int64)
+        self._run_tape(self._tape[3 * first:3 * last], times)
+        return (int(times[-1]) - self.team.start_ns) * 1e-9
+
+    def _run_tape(self, tape: np.ndarray, times: np.ndarray | None) -> None:
+        self._claim()
+        require_inputs_set(self.plan.graph, self._given)
         self._status[...] = 0
-        self.team.run(self._tape, times)
+        if times is not None:
+            tape = tape.copy()
+            tape[2::3] |= tp.SYNC
+        self.team.run(tape, times)
         if self._status.any():
             i = int(np.flatnonzero(self._status[:, 0])[0])
-            step, (code, value) = self.plan.steps[i], self._status[i].tolist()
+            step, (code, index, n) = self.plan.steps[i], self._status[i].tolist()
             where = f"{step.nodes[-1].op.name} ({step.nodes[-1].name})"
-            if code == tp.RAISED:
+            if code == RAISED:
                 raise KernelError(f"{where}: the kernel {step.kernel_name} raised an error; kernels must not")
-            raise KernelError(f"{where}: bad index {value}; legal: rows of the tensor that it indexes")
+            raise KernelError(f"{where}: bad index {index}; legal: 0 to {n - 1}")
 
-    def buffers(self) -> list[np.ndarray]:
-        """Arena and scratch."""
-        return [self.memory.arena, self.memory.scratch]
+    def buffers(self) -> tuple[np.ndarray, np.ndarray]:
+        """This plan's part of the arena, and the scratch as a row per thread, of which the plan uses the first scratch_bytes."""
+        self._sync()
+        used = self._scratch_stride * self.team.n_threads
+        return self._arena[: self.plan.arena_bytes], self._scratch[:used].reshape(self.team.n_threads, self._scratch_stride)

@@ -2,21 +2,24 @@
 
 Each tensor that owns memory has a float64 (or integer) shadow, element for element, so that views, in-place writes
 and strides mean the same as in real memory. Values of f16 and bf16 tensors are rounded to their type; f32 values are not
-(this is the oracle for float32 kernels). Quantized leaves are dequantized once.
+(this is the oracle for float32 kernels). What a run writes into a constant (a state) also goes to the constant's own memory, and
+every run reads constants anew unless they are read-only, as the weights of a mapped file.
 """
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from pyggml.backends.base import check_array, require_inputs_set
+from pyggml.backends.base import check_array, require_input, require_inputs_set, typed_view
 from pyggml.dtypes import BF16, F16, F64, DType, bf16_to_f32, f32_to_bf16
 from pyggml.errors import ShapeError
 from pyggml.graph import Graph
 from pyggml.plan import Plan, single_steps
 from pyggml.quants import dequantize
-from pyggml.tensor import Node, Tensor
+from pyggml.tensor import Node, Tensor, encode
 
 
 class ReferenceRunner:
@@ -24,11 +27,13 @@ class ReferenceRunner:
 
     def __init__(self, graph: Graph) -> None:
         self.plan = Plan(graph, single_steps(graph))
+        self._inputs = {id(t) for t in graph.inputs}
         self._shadow: dict[int, np.ndarray] = {}
         self._given: set[int] = set()
 
     def set(self, t: Tensor, value: np.ndarray) -> None:
-        """Fill an input; values beyond the input's type are rounded to it."""
+        """Fill an input; values beyond the input's type are rounded to it. GraphError for any other tensor."""
+        require_input(t, self._inputs)
         self._view(t)[...] = _as_float(t.dtype, check_array(t, value))
         self._given.add(id(t))
 
@@ -43,10 +48,19 @@ class ReferenceRunner:
 
     def run(self) -> None:
         """Compute every node in order."""
+        self.run_steps(0, len(self.plan.steps))
+
+    def run_steps(self, first: int, last: int) -> float:
+        """Compute steps `first` to `last` - 1 alone, on values as the steps before them left them. The seconds that they took."""
         require_inputs_set(self.plan.graph, self._given)
-        for node in self.plan.graph.nodes:
-            if not node.op.view:
-                self._compute(node)
+        if first == 0:
+            for t in self.plan.graph.leaves:
+                if t.data is not None and t.data.flags.writeable:
+                    self._shadow.pop(id(t), None)
+        start = time.perf_counter()
+        for step in self.plan.steps[first:last]:
+            self._compute(step.nodes[0])
+        return time.perf_counter() - start
 
     def _compute(self, node: Node) -> None:
         ins = [self._view(s) if s is not None else None for s in node.src]
@@ -56,7 +70,11 @@ class ReferenceRunner:
             value = np.asarray(value)
             if value.size != t.n_elements:
                 raise ShapeError(f"{node.op.name}: the reference gave shape {value.shape}; the rule says ne {list(t.ne)}")
-            self._view(t)[...] = _round(t.dtype, value).reshape(t.ne[::-1])
+            rounded = _round(t.dtype, value).reshape(t.ne[::-1])
+            self._view(t)[...] = rounded
+            if t.root.data is not None:
+                with np.errstate(over="ignore"):
+                    typed_view(t, t.root.data)[...] = encode(rounded, t.dtype)
 
     def _view(self, t: Tensor) -> np.ndarray:
         root = t.root
@@ -102,7 +120,7 @@ class ReferenceBackend:
 
     def refuses(self, node: Node) -> str | None:
         """Takes every op that has a reference; views need none."""
-        return None if node.op.view or node.op._reference is not None else "no reference is registered"
+        return None if node.op.view or node.op.has_reference else "no reference is registered"
 
     def compile(self, graph: Graph) -> ReferenceRunner:
         """Shadows are made on first use."""

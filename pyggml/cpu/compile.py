@@ -15,13 +15,16 @@ would keep stale code when a helper in another file changes.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import marshal
 import os
 import pickle
+import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +43,7 @@ from pyggml.errors import KernelError
 HEADER_WORDS = 6
 ARG_WORDS = 9
 _MAGIC = b"pyggml kernel 1\n"
+MIN_FREE_BYTES = 16 << 20  # of a disk that new kernels are written to
 # What a kernel may call outside itself. Anything else (Python's API, numba's allocator) means that it raises or allocates.
 _EXTERNAL = frozenset("memcpy memmove memset syscall sched_yield SwitchToThread clock_gettime".split()) | frozenset(
     f"{n}{s}" for n in "exp expm1 exp2 log log1p log2 pow sin cos tan tanh erf sqrt floor ceil fmod round rint trunc fma".split() for s in ("", "f"))
@@ -102,13 +106,16 @@ def _digest(h: Any, recipe: Any) -> None:
         h.update(f"{type(recipe).__name__}{recipe!r};".encode())
 
 
+def _function(recipe: tuple[Any, ...], njit: Callable[[FunctionType], Any]) -> FunctionType:
+    scope = {n: _rebuild(r, njit) for n, r in recipe[3].items()}
+    scope.update(__builtins__=__builtins__, __name__="pyggml_kernel")
+    return FunctionType(recipe[2], scope, recipe[1])
+
+
 def _rebuild(recipe: tuple[Any, ...], njit: Callable[[FunctionType], Any]) -> Any:
     kind = recipe[0]
     if kind == "fn":
-        scope = {n: _rebuild(r, njit) for n, r in recipe[3].items()}
-        scope["__builtins__"] = __builtins__
-        scope["__name__"] = "pyggml_kernel"
-        return njit(FunctionType(recipe[2], scope, recipe[1]))
+        return njit(_function(recipe, njit))
     if kind == "ir":
         return _numba_intrinsic(recipe[1], recipe[2])
     if kind == "module":
@@ -177,7 +184,7 @@ def compile_object(recipe: tuple[Any, ...]) -> tuple[str, bytes]:
 
     body, n_args, params, scratch, status, raw = recipe
     if raw:
-        entry = _rebuild_entry(body)
+        entry = _function(body, _njit)
     else:
         scope: dict[str, Any] = {n: _numba_intrinsic("pyggml.cpu.simd", n) for n in ("ldw", "ldw_f64", "ptr", "atomic_add")}
         scope.update(Arg=Arg, kernel=_rebuild(body, _njit), __name__="pyggml_kernel")
@@ -206,12 +213,6 @@ def _optimized(library: Any) -> Any:
     passes, builder = library._codegen._module_pass_manager()
     passes.run(module, builder)
     return module
-
-
-def _rebuild_entry(body: tuple[Any, ...]) -> FunctionType:
-    scope = {n: _rebuild(r, _njit) for n, r in body[3].items()}
-    scope.update(__builtins__=__builtins__, __name__="pyggml_kernel")
-    return FunctionType(body[2], scope, body[1])
 
 
 def prepare_numba(level: str) -> None:
@@ -249,26 +250,31 @@ def unpack(data: bytes) -> Any:
 
 def cache_folder() -> Path:
     """Where compiled kernels live: the user's cache folder, or a private temporary one when that cannot be written."""
-    home = Path.home()
     if sys.platform == "darwin":
-        base = home / "Library" / "Caches"
+        base = "~/Library/Caches"
     elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
+        base = os.environ.get("LOCALAPPDATA", "~/AppData/Local")
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    folder = base / "pyggml" / "kernels"
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(base) / "pyggml" / "kernels"
     try:
+        folder = folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
-        pass  # a read-only home is no fault: the kernels then last as long as this process
-    return _temporary_folder()
+    except (OSError, RuntimeError):
+        pass  # a read-only home, or none, is no fault: the kernels then last as long as this process
+    return _temporary_folder(folder)
 
 
 @functools.cache
-def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="pyggml-kernels-"))
+def _temporary_folder(wanted: Path) -> Path:
+    """A folder for this process alone: what others may write to must not be run."""
+    if sys.stderr:
+        print(f"pyggml: {wanted} is full or cannot be written: new kernels are compiled again at every start", file=sys.stderr, flush=True)
+    path = Path(tempfile.mkdtemp(prefix="pyggml-kernels-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 @functools.cache
@@ -302,23 +308,29 @@ def _intrinsics(recipe: Any) -> Iterable[tuple[Any, ...]]:
 
 def write_object(path: Path, symbol: str, code: bytes) -> None:
     """Put a compiled kernel into the cache, whole or not at all."""
+    body = symbol.encode() + b"\n" + code
+    path.parent.mkdir(parents=True, exist_ok=True)  # the cache may have been removed while this process runs
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(fd, "wb") as f:
-        f.write(_MAGIC + hashlib.sha256(code).hexdigest().encode() + b"\n" + symbol.encode() + b"\n" + code)
-    os.replace(tmp, path)
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(_MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        os.replace(tmp, path)
+    except OSError:
+        os.unlink(tmp)
+        raise
 
 
 def _read(path: Path) -> tuple[str, bytes] | None:
-    """Symbol and code of a cached kernel; None when it is absent or damaged (it is then compiled again)."""
+    """Symbol and code of a cached kernel; None when it is absent, unreadable or damaged (it is then compiled again)."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return None
     head, _, rest = data.partition(_MAGIC)
-    digest, _, rest = rest.partition(b"\n")
-    symbol, _, code = rest.partition(b"\n")
-    if head or hashlib.sha256(code).hexdigest().encode() != digest:
+    digest, _, body = rest.partition(b"\n")
+    if head or hashlib.sha256(body).hexdigest().encode() != digest:
         return None
+    symbol, _, code = body.partition(b"\n")
     return symbol.decode(), code
 
 
@@ -337,24 +349,28 @@ Progress = Callable[[int, int], None]
 
 
 class Kernels:
-    """Compiled kernels of one CPU level: memory, then disk, then numba in worker processes."""
+    """Compiled kernels of one CPU level: memory, then disk, then numba in worker processes, for one thread of the process at a time."""
+
+    lock = threading.Lock()
 
     def __init__(self, level: str | None = None, folder: Path | None = None) -> None:
         self.level = cpu_level.check_level(level)
         self.folder = folder or cache_folder()
+        self._spare: Path | None = None  # where new kernels go when the folder's disk is full
         self._loaded: dict[str, int] = {}  # key -> address
         self._keys: dict[Callable[..., Any], list[tuple[KernelSpec, str]]] = {}
 
     def addresses(self, specs: Sequence[KernelSpec], progress: Progress | None = None) -> list[int]:
         """Entry addresses of these kernels; those that are nowhere yet are compiled together."""
-        keys = [self._key(s) for s in specs]
-        missing = {k: s.recipe() for k, s in zip(keys, specs, strict=True) if k not in self._loaded and not self._load(k)}
-        if missing:
-            self._compile(missing, progress or stderr_progress)
-            for k in missing:
-                if not self._load(k):
-                    raise KernelError(f"kernel {missing[k][0][1]}: its file in {self.folder} vanished or is damaged")
-        return [self._loaded[k] for k in keys]
+        with Kernels.lock:
+            keys = [self._key(s) for s in specs]
+            missing = {k: s.recipe() for k, s in zip(keys, specs, strict=True) if k not in self._loaded and not self._load(k)}
+            if missing:
+                self._compile(missing, progress or stderr_progress)
+                for k in missing:
+                    if not self._load(k):
+                        raise KernelError(f"kernel {missing[k][0][1]}: its file in {self._spare or self.folder} vanished or is damaged")
+            return [self._loaded[k] for k in keys]
 
     def _key(self, spec: KernelSpec) -> str:
         known = self._keys.get(spec.fn, [])
@@ -366,7 +382,7 @@ class Kernels:
         return key
 
     def _load(self, key: str) -> bool:
-        found = _read(self.folder / f"{key}.o")
+        found = _read(self.folder / f"{key}.o") or (_read(self._spare / f"{key}.o") if self._spare else None)
         if found is None:
             return False
         import llvmlite.binding as llvm
@@ -383,12 +399,29 @@ class Kernels:
     def _compile(self, missing: dict[str, tuple[Any, ...]], progress: Progress) -> None:
         start = time.perf_counter()
         jobs = [(k, pack(r)) for k, r in missing.items()]
+        if _is_full(self.folder):
+            self._spare = _temporary_folder(self.folder)
         progress(0, len(jobs))
-        errors = compile_jobs(self.level, self.folder, jobs, lambda done: progress(done, len(jobs)))
+        errors = compile_jobs(self.level, self._spare or self.folder, jobs, lambda done: progress(done, len(jobs)))
         if errors:
             raise KernelError("; ".join(errors))
         STATS.n_compiled += len(jobs)
         STATS.seconds += time.perf_counter() - start
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < MIN_FREE_BYTES
+    except OSError:
+        return False  # it is made again when a kernel is written
+
+
+def _new_lock() -> None:
+    Kernels.lock = threading.Lock()  # in a forked child: a thread of the parent may hold the old one
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 @functools.cache
@@ -408,12 +441,13 @@ def _kernels(level: str) -> Kernels:
     return Kernels(level)
 
 
-
 def stderr_progress(done: int, total: int) -> None:
     """One line on stderr, rewritten in place on a terminal."""
+    if not sys.stderr:
+        return
     tty = sys.stderr.isatty()
     if done == 0 and not tty:
-        print(f"pyggml: compiling {total} kernels (once per machine)", file=sys.stderr, flush=True)
+        print(f"pyggml: compiling {total} kernel{'' if total == 1 else 's'} (once per machine)", file=sys.stderr, flush=True)
     elif tty:
         end = "\n" if done == total else ""
         print(f"\rpyggml: compiling kernels (once per machine) {done}/{total}", end=end, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ Options of `@kernel(op, "cpu", ...)`, each a function of the node:
   bind     globals of the kernel to replace: helpers, intrinsics, numbers (one source for several types)
   scratch  bytes of scratch per thread (the kernel then takes a pointer `scratch` before i0)
   operands tensors to pass instead of outputs + inputs
-  status   True: the kernel takes the address of the node's two status words (code, value) after the params and may set them
+  status   True: the kernel takes the address of the node's status words after the params, for simd.bad_index
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ and F16C), `portable` (what LLVM makes of plain vector IR). Other architectures 
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import sys
 from typing import Any
@@ -14,11 +15,9 @@ from typing import Any
 from pyggml.errors import ParamError
 
 LEVELS = ("portable", "avx2", "avx512", "amx")
-_NEEDS = {
-    "avx2": {"avx2", "fma", "f16c"},
-    "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "amx": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "amx-tile", "amx-bf16"},
-}
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_NEEDS = {"portable": set[str](), "avx2": _AVX2, "avx512": _AVX512, "amx": _AVX512 | {"amx-tile", "amx-bf16"}}
 # A stand-in for an older CPU: LLVM's name and the features it may use.
 _CPU_NAME = {"portable": "x86-64", "avx2": "haswell", "avx512": "skylake-avx512"}
 
@@ -37,6 +36,11 @@ def host_features() -> frozenset[str]:
     """Features of this CPU by LLVM's names."""
     import llvmlite.binding as llvm
     return frozenset(k for k, on in llvm.get_host_cpu_features().items() if on)
+
+
+def n_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_cpu_name() -> str:
@@ -93,8 +97,7 @@ def numba_target(level: str) -> tuple[str, str]:
 
 def set_target(level: str) -> None:
     """Say which level the kernels being compiled are for (a compiling process calls it once, before numba is used)."""
-    features: set[str] = set(host_features()) if level == host_level() else set(_NEEDS.get(level, set()))
-    _target[:] = [frozenset(features)]
+    _target[:] = [host_features() if level == host_level() else frozenset(_NEEDS[level])]
 
 
 def target_features() -> frozenset[str]:
@@ -104,5 +107,4 @@ def target_features() -> frozenset[str]:
 
 def describe() -> dict[str, Any]:
     """What `pyggml info` prints of the machine."""
-    import os
-    return {"cpu": host_cpu_name(), "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, "level": host_level()}
+    return {"cpu": host_cpu_name(), "cores": n_cores(), "level": host_level()}

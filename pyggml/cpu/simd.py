@@ -7,7 +7,7 @@ kernels import in no time and a cached kernel runs without numba.
 
 Types in signatures: ptr (byte pointer), i64, i32, f32, f64, void. Addresses in records are i64; `ptr(address)` makes a
 pointer of one. `ld_T(p, i)` and `st_T(p, i, v)` read and write element i of type T at p; narrow types widen on load
-(f16, bf16 -> float32; u8, i8, u16 -> i64) and round to nearest even on store.
+(f16, bf16 -> float32; i8, i16, i32 -> i64) and round to nearest even on store.
 """
 
 from __future__ import annotations
@@ -202,8 +202,6 @@ ld_i64 = _load("i64", "i64", _int(64))
 ld_i32 = _load("i32", "i64", _int(32), lambda b, ir, v: b.sext(v, ir.IntType(64)))
 ld_i16 = _load("i16", "i64", _int(16), lambda b, ir, v: b.sext(v, ir.IntType(64)))
 ld_i8 = _load("i8", "i64", _int(8), lambda b, ir, v: b.sext(v, ir.IntType(64)))
-ld_u16 = _load("u16", "i64", _int(16), lambda b, ir, v: b.zext(v, ir.IntType(64)))
-ld_u8 = _load("u8", "i64", _int(8), lambda b, ir, v: b.zext(v, ir.IntType(64)))
 st_f32 = _store("f32", "f32", lambda ir: ir.FloatType())
 st_f64 = _store("f64", "f64", lambda ir: ir.DoubleType())
 st_f16 = _store("f16", "f32", _int(16), _narrow_f16)
@@ -247,10 +245,11 @@ def _llvm1(name: str, fn: str, ty: str) -> Intrinsic:
 
 sqrt = _llvm1("sqrt", "llvm.sqrt", "f32")
 floor = _llvm1("floor", "llvm.floor", "f32")
-rint = _llvm1("rint", "llvm.rint", "f32")
 fabs = _llvm1("fabs", "llvm.fabs", "f32")
 sqrt64 = _llvm1("sqrt64", "llvm.sqrt", "f64")
 fabs64 = _llvm1("fabs64", "llvm.fabs", "f64")
+rint64 = _llvm1("rint64", "llvm.rint", "f64")
+floor64 = _llvm1("floor64", "llvm.floor", "f64")
 
 
 @intrinsic("f32(f32, f32, f32)")
@@ -271,22 +270,10 @@ def fmin(b: Any, ir: Any, x: Any, y: Any) -> Any:
     return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
-@intrinsic("f32(i32)")
-def from_bits(b: Any, ir: Any, v: Any) -> Any:
-    """float32 of its bits."""
-    return b.bitcast(v, ir.FloatType())
-
-
 @intrinsic("i32(f32)")
 def to_bits(b: Any, ir: Any, v: Any) -> Any:
     """Bits of a float32."""
     return b.bitcast(v, ir.IntType(32))
-
-
-@intrinsic("i32(f32)")
-def to_i32(b: Any, ir: Any, v: Any) -> Any:
-    """Truncate a float32 that is known to be in range."""
-    return b.fptosi(v, ir.IntType(32))
 
 
 @intrinsic("f32(f64)")
@@ -307,10 +294,10 @@ def itof(b: Any, ir: Any, v: Any) -> Any:
     return b.sitofp(v, ir.FloatType())
 
 
-@intrinsic("i64(f32)")
-def ftoi(b: Any, ir: Any, v: Any) -> Any:
-    """Whole number of a float32, truncated."""
-    return b.fptosi(v, ir.IntType(64))
+@helper
+def as_f64(x: Any) -> Any:
+    """A float64 as it is, where otherwise `narrow` stands."""
+    return x
 
 
 # -- threads -------------------------------------------------------------------------------------------------------------
@@ -336,6 +323,17 @@ def ldw_f64(b: Any, ir: Any, a: Any, i: Any) -> Any:
 def stw(b: Any, ir: Any, a: Any, i: Any, v: Any) -> None:
     """Set word i of the record at address a."""
     b.store(v, word(b, ir, a, i))
+
+
+BAD_INDEX, RAISED = 1, 2  # what the first status word says; of a bad index the second one holds it, the third how many are legal
+
+
+@helper
+def bad_index(status: Any, index: Any, n: Any) -> None:
+    """Report an index that is not in [0, n): the run then ends in KernelError."""
+    stw(status, 0, BAD_INDEX)
+    stw(status, 1, index)
+    stw(status, 2, n)
 
 
 @intrinsic("i64(i64, i64)")
@@ -373,6 +371,7 @@ def _external(b: Any, ir: Any, name: str, result: Any, args: list[Any]) -> Any:
 
 
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
+FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
 
 
 @intrinsic("void(i64, i64)")
@@ -382,7 +381,7 @@ def wait_word(b: Any, ir: Any, a: Any, expected: Any) -> None:
     i32, i64 = ir.IntType(32), ir.IntType(64)
     if sys.platform == "linux" and machine() in SYS_FUTEX:
         call = _external(b, ir, "syscall", i64, [i64] * 7)
-        b.call(call, [i64(SYS_FUTEX[machine()]), a, i64(128), b.and_(expected, i64(0xFFFFFFFF)), i64(0), i64(0), i64(0)])
+        b.call(call, [i64(SYS_FUTEX[machine()]), a, i64(FUTEX_WAIT_PRIVATE), b.and_(expected, i64(0xFFFFFFFF)), i64(0), i64(0), i64(0)])
     elif sys.platform == "win32":
         b.call(_external(b, ir, "SwitchToThread", i32, []), [])
     else:
@@ -396,7 +395,7 @@ def wake_word(b: Any, ir: Any, a: Any) -> None:
     i64 = ir.IntType(64)
     if sys.platform == "linux" and machine() in SYS_FUTEX:
         call = _external(b, ir, "syscall", i64, [i64] * 7)
-        b.call(call, [i64(SYS_FUTEX[machine()]), a, i64(129), i64(0x7FFFFFFF), i64(0), i64(0), i64(0)])
+        b.call(call, [i64(SYS_FUTEX[machine()]), a, i64(FUTEX_WAKE_PRIVATE), i64(0x7FFFFFFF), i64(0), i64(0), i64(0)])
 
 
 @intrinsic("i64()")

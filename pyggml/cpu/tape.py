@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyggml.cpu.simd import atomic_add, atomic_ldw, atomic_stw, call_kernel, clock_ns, helper, ldw, pause, stw, wait_word, wake_word
+from pyggml.cpu.simd import RAISED, atomic_add, atomic_ldw, atomic_stw, call_kernel, clock_ns, helper, ldw, pause, stw, wait_word, wake_word
 
 TAPE, N_STEPS, N_THREADS, FIRST, NEXT, BUDGET, TIMES, SPINS, GO = 0, 1, 2, 3, 4, 5, 6, 7, 8
 JOB, ARRIVED, PHASE, SLEEPERS, QUIT, CTL_WORDS = 24, 32, 40, 48, 56, 64
 SINGLE, SYNC = 1, 2
 COUNTER, STATUS = 2, 3  # words of a record: items taken so far, address of the status words
-BAD_INDEX, RAISED = 1, 2  # what a status word says
 
 
 @helper

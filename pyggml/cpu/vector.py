@@ -115,20 +115,23 @@ def sums_of_lanes(b: Any, ir: Any, vectors: Sequence[Any]) -> Any:
     return rows[0]
 
 
+def transposed(b: Any, ir: Any, rows: Sequence[Any]) -> list[Any]:
+    """The columns of n vectors of n elements, n a power of two."""
+    n, step, turned = len(rows), 1, list(rows)
+    while step < n:
+        # Exchange the off-diagonal blocks of step x step within each block of twice that size.
+        low = [i if i & step == 0 else i - step + n for i in range(n)]
+        for r in (r for r in range(n) if r & step == 0):
+            x, y = turned[r], turned[r + step]
+            turned[r], turned[r + step] = shuffle(b, ir, x, y, low), shuffle(b, ir, x, y, [i + step for i in low])
+        step *= 2
+    return turned
+
+
 @intrinsic("void(ptr, i64, ptr, i64)")
 def transpose_16x16(b: Any, ir: Any, dst: Any, dst_row: Any, src: Any, src_row: Any) -> None:
     """dst[j][i] = src[i][j] for 16 rows of 16 float32; rows are dst_row and src_row bytes apart."""
     i64 = ir.IntType(64)
-    rows = [load_floats(b, ir, b.gep(src, [b.mul(src_row, i64(i))])) for i in range(LANES)]
-    step = 1
-    while step < LANES:
-        # Swap the off-diagonal blocks of step x step within each block of twice that size.
-        low = [i if i & step == 0 else i - step + LANES for i in range(LANES)]
-        swapped = list(rows)
-        for r in range(LANES):
-            if r & step == 0:
-                swapped[r] = shuffle(b, ir, rows[r], rows[r + step], low)
-                swapped[r + step] = shuffle(b, ir, rows[r], rows[r + step], [i + step for i in low])
-        rows, step = swapped, 2 * step
-    for j in range(LANES):
-        store_floats(b, b.gep(dst, [b.mul(dst_row, i64(j))]), rows[j])
+    rows = transposed(b, ir, [load_floats(b, ir, b.gep(src, [b.mul(src_row, i64(i))])) for i in range(LANES)])
+    for j, row in enumerate(rows):
+        store_floats(b, b.gep(dst, [b.mul(dst_row, i64(j))]), row)

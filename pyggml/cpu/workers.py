@@ -60,15 +60,18 @@ def _answers(level: str, folder: Path, jobs: list[Job]) -> Iterator[str]:
             try:
                 worker.stdin.write(_LENGTH.pack(len(data)) + data)
                 worker.stdin.flush()
-            except BrokenPipeError:
-                continue  # it ended between two requests; its share is sent again
-            sel.register(worker.stdout, selectors.EVENT_READ, [len(share), b""])
+            except BrokenPipeError:  # it ended between two requests; its share is sent again
+                worker.wait()
+                continue
+            sel.register(worker.stdout, selectors.EVENT_READ, [len(share), b"", worker])
         while sel.get_map():
             for event, _ in sel.select():
                 data = os.read(event.fd, 65536)
                 *lines, event.data[1] = (event.data[1] + data).split(b"\n")
                 event.data[0] -= len(lines)
                 yield from (x.decode() for x in lines)
+                if not data:
+                    event.data[2].wait()  # an ending process closes its pipes first: it must not be taken for a living one again
                 if not data or event.data[0] <= 0:
                     sel.unregister(event.fileobj)
 
@@ -84,9 +87,10 @@ def _worker(level: str, i: int) -> subprocess.Popen[bytes]:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[2])
-    code = f"import sys; sys.path.insert(0, {root!r}); from pyggml.cpu.workers import serve; serve()"
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    path = [*sys.path, str(Path(__file__).resolve().parents[2])]  # the user's: -c alone would put the current folder first
+    code = f"import sys; sys.path[:] = {path!r}; from pyggml.cpu.workers import serve; serve()"
+    # A process group of its own: Ctrl-C at the terminal reaches the user's process alone, which ends its workers.
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
 
 def _stop(level: str) -> None:
@@ -125,9 +129,13 @@ def serve() -> None:
             try:
                 symbol, code = compile_object(unpack(recipe))
                 write_object(Path(folder) / f"{key}.o", symbol, code)
-                print(f"{key} ok", flush=True)
-            except KernelError as e:
-                print(f"{key} error {e}", flush=True)
+                outcome = "ok"
+            except (KernelError, OSError) as e:
+                outcome = f"error {e}"
+            try:
+                os.write(sys.stdout.fileno(), f"{key} {outcome}\n".encode())
+            except BrokenPipeError:
+                return  # the user's process is gone
 
 
 def _read_exactly(stream: Any, n: int) -> bytes | None:

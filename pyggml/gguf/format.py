@@ -147,20 +147,12 @@ def pad_to(n: int, alignment: int) -> int:
 
 def check_key(where: str, raw: bytes) -> str:
     """The key spelled by `raw`."""
-    if not raw:
-        raise fault(where, "an empty key", f"1 to {MAX_KEY} bytes")
-    if len(raw) > MAX_KEY:
-        raise fault(where, f"a key of {len(raw)} bytes", f"1 to {MAX_KEY} bytes")
-    return _utf8(where, raw)
+    return _spelled(where, raw, "key", MAX_KEY)
 
 
 def check_tensor_name(where: str, raw: bytes) -> str:
     """The tensor name spelled by `raw`."""
-    if not raw:
-        raise fault(where, "an empty name", f"1 to {MAX_NAME} bytes")
-    if len(raw) > MAX_NAME:
-        raise fault(where, f"a name of {len(raw)} bytes, {quote(raw)}", f"1 to {MAX_NAME} bytes")
-    return _utf8(where, raw)
+    return _spelled(where, raw, "name", MAX_NAME)
 
 
 def check_alignment(where: str, key_type: KeyType, value: object) -> int:
@@ -187,8 +179,10 @@ def tensor_nbytes(where: str, dims: Sequence[int], dtype: DType) -> int:
     return math.prod(dims) // dtype.block * dtype.nbytes
 
 
-def _utf8(where: str, raw: bytes) -> str:
+def _spelled(where: str, raw: bytes, what: str, most: int) -> str:
+    if not 1 <= len(raw) <= most:
+        raise fault(where, f"a {what} of {len(raw)} bytes" if raw else f"an empty {what}", f"1 to {most} bytes")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as err:
-        raise fault(where, f"the name {quote(raw)}", f"UTF-8 (byte {err.start} is not)") from None
+        raise fault(where, f"the {what} {quote(raw)}", f"UTF-8 (byte {err.start} is not)") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import reprlib
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -42,15 +43,16 @@ class StringArray(Sequence[str]):
         self._count = count
         self._items: list[str] | None = None
 
+    def _walk(self) -> Iterator[str]:
+        packed, length, pos = self._packed, U64.unpack_from, 0
+        for _ in range(self._count):
+            start = pos + 8
+            pos = start + length(packed, pos)[0]
+            yield packed[start:pos].decode("utf-8", "surrogateescape")
+
     def _decoded(self) -> list[str]:
         if self._items is None:
-            packed, length, pos = self._packed, U64.unpack_from, 0
-            items = []
-            for _ in range(self._count):
-                start = pos + 8
-                pos = start + length(packed, pos)[0]
-                items.append(packed[start:pos].decode("utf-8", "surrogateescape"))
-            self._items, self._packed = items, b""
+            self._items, self._packed = list(self._walk()), b""
         return self._items
 
     def __len__(self) -> int:
@@ -61,6 +63,8 @@ class StringArray(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
+        if self._items is None and isinstance(index, slice) and index.start is index.step is None and index.stop is not None and index.stop >= 0:
+            return list(islice(self._walk(), index.stop))  # why: a look at the first few, as `pyggml info` takes, decodes no others
         return self._decoded()[index]
 
     def __iter__(self) -> Iterator[str]:

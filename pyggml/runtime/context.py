@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,15 +17,15 @@ from pyggml.dtypes import DType
 from pyggml.errors import ContextError, ParamError
 from pyggml.graph import Graph
 from pyggml.runtime.batch import GraphInputs, Piece, Ubatch, split_equal
-from pyggml.runtime.memory import KV_PAD, Memory, MemoryShape
+from pyggml.runtime.memory import Memory, MemoryShape
 from pyggml.runtime.vocab import StreamDetokenizer, Vocab
 from pyggml.tensor import Tensor
 
 if TYPE_CHECKING:
     from pyggml.runtime.sampling import Sampler
 
-MAX_PLANS = 16
-NO_KV = 0
+Ids = Sequence[int] | np.ndarray
+MAX_PLANS = 16  # the least recently used one is dropped: shapes that vary would fill memory with plans
 
 
 class RunnableModel(Protocol):
@@ -33,15 +35,20 @@ class RunnableModel(Protocol):
     kinds: tuple[str, ...]
 
     @property
-    def vocab(self) -> Vocab: ...
+    def vocab(self) -> Vocab:
+        """The tokenizer."""
 
-    def memory_shape(self) -> MemoryShape: ...
+    def memory_shape(self) -> MemoryShape:
+        """Sizes of the KV cache and the states per layer."""
 
-    def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> GraphInputs: ...
+    def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> GraphInputs:
+        """Input tensors of a ubatch's graph."""
 
-    def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None) -> tuple[Tensor, list[Tensor]]: ...
+    def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None) -> tuple[Tensor, list[Tensor]]:
+        """The logits of a ubatch and the in-place state updates."""
 
-    def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str: ...
+    def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str:
+        """Name of the Mamba2 form that a graph of this many tokens per sequence takes."""
 
 
 @dataclass(slots=True)
@@ -64,15 +71,12 @@ class Timings:
 
 
 class Context:
-    """Memory and plans for a model; made by `model.context(...)`. Not for concurrent use by several threads."""
+    """Memory and plans for a model; made by `model.context(...)`. One call at a time: a second thread's gets ContextError."""
 
     def __init__(self, model: RunnableModel, *, backend: str, threads: int | None, n_ctx: int, n_ubatch: int, n_seq_max: int,
                  mamba2: str | Callable[..., Any], chunk: int | str | None, types: dict[str, DType], options: dict[str, Any]) -> None:
         for name, value in (("n_ctx", n_ctx), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ParamError(f"{name} {value!r}; legal: a whole number >= 1")
-        if chunk is not None and chunk != "none" and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
-            raise ParamError(f"chunk {chunk!r}; legal: a whole number >= 1, None or \"none\"")
+            _check_count(name, value, 1)
         self.model = model
         self.n_ctx = n_ctx
         self.n_ubatch = min(n_ubatch, n_ctx)
@@ -85,20 +89,25 @@ class Context:
         self._memory: Memory | None = Memory(model.memory_shape(), n_ctx, n_seq_max, types["type_k"], types["type_v"], types["type_r"], types["type_s"])
         self._plans: OrderedDict[tuple[int, int, int, int], Planned] = OrderedDict()
         self._invalid: set[int] = set()
+        self._lock = threading.Lock()
         self.timings = Timings()
 
     # -- decoding
 
-    def decode(self, ids: Sequence[int], seq: int = 0, all_logits: bool = False) -> np.ndarray:
+    def decode(self, ids: Ids, seq: int = 0, all_logits: bool = False) -> np.ndarray:
         """Append tokens to a sequence. Logits of the last one, float32 [n_vocab], or of all, [n_tokens, n_vocab]."""
         logits = self.decode_batch([(seq, ids)], all_logits)[0]
         return logits if all_logits else logits[-1]
 
-    def decode_batch(self, pieces: Sequence[tuple[int, Sequence[int]]], all_logits: bool = False) -> list[np.ndarray]:
+    def decode_batch(self, pieces: Sequence[tuple[int, Ids]], all_logits: bool = False) -> list[np.ndarray]:
         """One step for several sequences of any lengths: [(seq, ids), ...]. Per sequence, in the order given, float32
         [n_tokens, n_vocab] with all_logits, else [1, n_vocab] of its last token."""
+        try:
+            pairs = [(seq, ids) for seq, ids in pieces]
+        except (TypeError, ValueError):
+            raise ParamError(f"decode_batch: found {type(pieces).__name__}; legal: a list of pairs (sequence, token ids)") from None
         made, place = [], 0
-        for seq, ids in pieces:
+        for seq, ids in pairs:
             tokens = self._check_ids(ids)
             outputs = np.ones(len(tokens), bool) if all_logits else np.arange(len(tokens)) == len(tokens) - 1
             made.append(Piece(self._check_seq(seq), tokens, outputs, np.arange(place, place + len(tokens))))
@@ -108,12 +117,12 @@ class Context:
         found = self._process(made)
         return [np.stack([found[int(i)] for i in p.index[p.outputs]]) for p in made]
 
-    def decode_tokens(self, tokens: Sequence[int], positions: Sequence[int], seqs: Sequence[int], outputs: Sequence[bool] | None = None) -> np.ndarray:
+    def decode_tokens(self, tokens: Ids, positions: Ids, seqs: Ids, outputs: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
         """A batch token by token, in any order across sequences: token, position and sequence of each. Within a sequence
         the positions must follow on what is there. Logits of the marked tokens (default: all), in batch order."""
         ids = self._check_ids(tokens)
-        pos, seq = np.asarray(positions, np.int64), np.asarray(seqs, np.int64)
-        marks = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool)
+        pos, seq = (_whole_numbers(what, v).astype(np.int64) for what, v in (("positions", positions), ("sequences", seqs)))
+        marks = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool).reshape(-1)
         if not len(ids) == len(pos) == len(seq) == len(marks):
             raise ParamError(f"decode_tokens: {len(ids)} tokens, {len(pos)} positions, {len(seq)} sequences, {len(marks)} outputs; the counts must be equal")
         made = []
@@ -130,20 +139,30 @@ class Context:
 
     def _process(self, pieces: list[Piece]) -> dict[int, np.ndarray]:
         mem = self.memory
-        for p in pieces:
-            if p.seq in self._invalid:
-                raise ContextError(f"sequence {p.seq}: its last step was interrupted and its state is not usable; reset({p.seq}) first")
-        self._check_room([(p.seq, len(p.tokens)) for p in pieces])
         found: dict[int, np.ndarray] = {}
         finished = False
-        try:
-            for ub in split_equal(pieces, self.n_ubatch):
-                self._run(mem, ub, found)
-            finished = True
-        finally:
-            if not finished:
-                self._invalid.update(p.seq for p in pieces)
+        with self._alone():
+            for p in pieces:
+                if p.seq in self._invalid:
+                    raise ContextError(f"sequence {p.seq}: its last step was interrupted and its state is not usable; reset({p.seq}) first")
+            self._check_room([(p.seq, len(p.tokens)) for p in pieces])
+            try:
+                for ub in split_equal(pieces, self.n_ubatch):
+                    self._run(mem, ub, found)
+                finished = True
+            finally:
+                if not finished:
+                    self._invalid.update(p.seq for p in pieces)
         return found
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise ContextError("the context is in the middle of another call; give each thread a context of its own")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _check_room(self, counts: list[tuple[int, int]]) -> None:
         """ContextError unless so many more tokens of each sequence fit: [(seq, n), ...]."""
@@ -161,8 +180,7 @@ class Context:
         placed = [mem.place(s, n) for s in ub.seqs]
         pos = np.concatenate([p for _, p in placed])
         wanted = np.flatnonzero(ub.outputs.ravel())
-        n_kv = mem.n_kv() if mem.shape.has_attention else NO_KV
-        planned = self._plan(n, len(ub.seqs), n_kv, max(len(wanted), 1))
+        planned = self._plan(n, len(ub.seqs), mem.n_kv(), max(len(wanted), 1))
         start = time.perf_counter()
         runner = planned.runner
         for t in runner.plan.graph.inputs:
@@ -209,13 +227,12 @@ class Context:
     def prepare(self, n_tokens: int, seq: int = 0) -> None:
         """Make the plans that a prompt of n_tokens and the tokens predicted after it need, so that nothing is compiled later."""
         mem, done = self.memory, 0
-        self._check_room([(self._check_seq(seq), n_tokens)])
-        start = mem.n_past[self._check_seq(seq)]
-        used = self.n_ctx - mem.room() if mem.shape.has_attention else start
-        for n in [*[min(self.n_ubatch, n_tokens - i) for i in range(0, n_tokens, self.n_ubatch)], 1]:
-            done += n
-            cells = min(used + done, self.n_ctx)
-            self._plan(n, 1, min(-(-cells // KV_PAD) * KV_PAD, self.n_ctx) if mem.shape.has_attention else NO_KV, 1)
+        _check_count("n_tokens", n_tokens, 0)
+        with self._alone():
+            self._check_room([(self._check_seq(seq), n_tokens)])
+            for n in [*[min(self.n_ubatch, n_tokens - i) for i in range(0, n_tokens, self.n_ubatch)], 1]:
+                done += n
+                self._plan(n, 1, mem.n_kv(done), 1)
 
     def forms_used(self) -> str:
         """The Mamba2 forms of the plans made so far, by tokens per sequence: `ssd at 600, scan at 1`."""
@@ -229,13 +246,12 @@ class Context:
 
     # -- text
 
-    def generate(self, ids: Sequence[int], n_predict: int = 64, sampler: Sampler | None = None, seq: int = 0,
+    def generate(self, ids: Ids, n_predict: int = 64, sampler: Sampler | None = None, seq: int = 0,
                  on_token: Callable[[int], None] | None = None) -> Iterator[str]:
         """Feed `ids`, then predict up to n_predict tokens; pieces of text as they come, never half a character. Stops
         early at an end-of-generation token or when the context is full. `on_token` sees each predicted id."""
         from pyggml.runtime.sampling import Sampler
-        if not isinstance(n_predict, int) or isinstance(n_predict, bool) or n_predict < 0:
-            raise ParamError(f"n_predict {n_predict!r}; legal: a whole number >= 0")
+        _check_count("n_predict", n_predict, 0)
         sampler = sampler or Sampler()
         text = StreamDetokenizer(self.model.vocab, skip_special=True)
         logits = self.decode(ids, seq)
@@ -282,30 +298,45 @@ class Context:
 
     def reset(self, seq: int | None = None) -> None:
         """Forget one sequence, or all: the next prompt meets a fresh memory. The id may be used again."""
-        for s in range(self.n_seq_max) if seq is None else (self._check_seq(seq),):
-            self.memory.clear(s)
-            self._invalid.discard(s)
+        with self._alone():
+            for s in range(self.n_seq_max) if seq is None else (self._check_seq(seq),):
+                self.memory.clear(s)
+                self._invalid.discard(s)
 
     def close(self) -> None:
         """Drop memory and plans. Calling it again does nothing."""
-        self._memory = None
-        self._plans.clear()
+        with self._alone():
+            self._memory = None
+            self._plans.clear()
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of `kv`, `state` and `compute` (the arenas of the plans in use)."""
-        buffers = {id(b): b.nbytes for p in self._plans.values() for b in getattr(p.runner, "buffers", list)()}
-        return {**self.memory.nbytes(), "compute": sum(buffers.values())}
+        sizes = [[b.nbytes for b in getattr(p.runner, "buffers", tuple)()] for p in self._plans.values()]
+        return {**self.memory.nbytes(), "compute": sum(map(max, zip(*sizes, strict=True)))}  # plans run one at a time, in the same buffers
 
     def _check_seq(self, seq: int) -> int:
         if not isinstance(seq, int | np.integer) or isinstance(seq, bool) or not 0 <= seq < self.n_seq_max:
             raise ParamError(f"sequence {seq!r}; legal: 0 to {self.n_seq_max - 1} (n_seq_max {self.n_seq_max})")
         return int(seq)
 
-    def _check_ids(self, ids: Sequence[int]) -> np.ndarray:
-        tokens = np.asarray(ids)
-        if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
-            raise ParamError(f"token ids: found {type(ids).__name__} of shape {tokens.shape}; legal: one or more whole numbers")
+    def _check_ids(self, ids: Ids) -> np.ndarray:
+        tokens = _whole_numbers("token ids", ids)
         bad = tokens[(tokens < 0) | (tokens >= self.model.n_vocab)]
         if len(bad):
             raise ParamError(f"token id {int(bad[0])}; legal: 0 to {self.model.n_vocab - 1}")
         return tokens.astype(np.int64)
+
+
+def _whole_numbers(what: str, values: Ids) -> np.ndarray:
+    try:
+        found = np.asarray(values)
+    except ValueError:
+        raise ParamError(f"{what}: found rows of different lengths; legal: one or more whole numbers") from None
+    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
+        raise ParamError(f"{what}: found {type(values).__name__} of shape {found.shape}; legal: one or more whole numbers")
+    return found
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ParamError(f"{name} {value!r}; legal: a whole number >= {least}")

@@ -31,11 +31,6 @@ class MemoryShape:
         """True when some layer has a KV cache."""
         return any(self.k)
 
-    @property
-    def has_recurrent(self) -> bool:
-        """True when some layer has a recurrent state (pure and hybrid models)."""
-        return any(s is not None for s in self.ssm)
-
 
 class Memory:
     """Tensors over the pools and the bookkeeping of cells and sequences. With `allocate=False` the tensors have no data
@@ -54,7 +49,7 @@ class Memory:
             n = int(np.prod(ne))
             t = Tensor(dt, (n, rows, 1, 1), name=f"{name}_l{il}")
             if allocate:
-                t.data = np.zeros(dt.row_bytes(n) * rows, np.uint8)
+                t.data = _zeros(dt.row_bytes(n) * rows, np.uint8, t.name)
             return t
 
         layers = range(len(shape.k))
@@ -62,18 +57,18 @@ class Memory:
         self.v = [pool("cache_v", i, (shape.v[i],) if shape.v[i] else None, n_ctx, type_v) for i in layers]
         self.conv = [pool("cache_r", i, shape.conv[i], n_seq_max, type_r) for i in layers]
         self.ssm = [pool("cache_s", i, shape.ssm[i], n_seq_max, type_s) for i in layers]
-        self.cell_seq = np.full(n_ctx if shape.has_attention else 0, -1, np.int64)
+        self.cell_seq = _zeros(n_ctx if shape.has_attention else 0, np.int64, "cells") - 1
         self.cell_pos = np.zeros(len(self.cell_seq), np.int64)
         self.n_past = [0] * n_seq_max
 
     # -- cells
 
     def room(self) -> int:
-        """Tokens that still fit. Without attention layers only n_ctx per sequence limits."""
-        return int(np.count_nonzero(self.cell_seq < 0)) if self.shape.has_attention else self.n_ctx - max(self.n_past)
+        """Free cells: how many more tokens of all sequences together fit. Without attention layers there are none, and no such limit."""
+        return int(np.count_nonzero(self.cell_seq < 0))
 
     def place(self, seq: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Take cells for the next n tokens of a sequence: (cells, positions). `n_past` moves on only with `commit`."""
+        """Take cells for the next n tokens of a sequence: (cells, positions). `n_past` is the caller's to move on, once they are computed."""
         pos = np.arange(self.n_past[seq], self.n_past[seq] + n)
         if not self.shape.has_attention:
             return np.zeros(0, np.int64), pos
@@ -83,12 +78,12 @@ class Memory:
         self.cell_seq[cells], self.cell_pos[cells] = seq, pos
         return cells, pos
 
-    def n_kv(self) -> int:
-        """Cells that a graph must see: up to the last used one, rounded up."""
-        used = np.flatnonzero(self.cell_seq >= 0)
-        if not len(used):
-            return 0
-        return min(-(-(int(used[-1]) + 1) // KV_PAD) * KV_PAD, self.n_ctx)
+    def n_kv(self, n_more: int = 0) -> int:
+        """Cells that a graph must see, also when n_more tokens have been placed: up to the last used one, rounded up. 0 without
+        attention layers."""
+        taken, free = np.flatnonzero(self.cell_seq >= 0), np.flatnonzero(self.cell_seq < 0)
+        last = max((int(cells[-1]) for cells in (taken, free[:n_more]) if len(cells)), default=-1)
+        return min(-(-(last + 1) // KV_PAD) * KV_PAD, self.n_ctx)
 
     def mask(self, seqs: np.ndarray, pos: np.ndarray, n_kv: int) -> np.ndarray:
         """float32 [n_tokens, n_kv]: 0 where a token sees a cell (same sequence, not later), else -inf."""
@@ -98,16 +93,15 @@ class Memory:
     # -- sequences
 
     def clear(self, seq: int) -> None:
-        """Forget a sequence: its cells become free, its state rows zero."""
-        self.cell_seq[self.cell_seq == seq] = -1
-        for t in (*self.conv, *self.ssm):
-            if t is not None and t.data is not None:
-                t.data.reshape(self.n_seq_max, -1)[seq] = 0
-        self.n_past[seq] = 0
-
-    def forget_cells(self, cells: np.ndarray) -> None:
-        """Free these cells (of a step that did not finish)."""
+        """Forget a sequence: its cells become free, cells and state rows zero. A product with V gives dead cells the weight 0, and 0
+        times an infinity that one holds would be NaN."""
+        cells = np.flatnonzero(self.cell_seq == seq)
         self.cell_seq[cells] = -1
+        for tensors, rows, which in (((*self.k, *self.v), self.n_ctx, cells), ((*self.conv, *self.ssm), self.n_seq_max, [seq])):
+            for t in tensors:
+                if t is not None and t.data is not None:
+                    t.data.reshape(rows, -1)[which] = 0
+        self.n_past[seq] = 0
 
     def state(self, il: int, seq: int) -> dict[str, np.ndarray]:
         """Copies of a layer's states of one sequence as float32: conv [conv_dim, d_conv-1], ssm [n_head, head_dim, d_state]."""
@@ -123,3 +117,11 @@ class Memory:
         def size(ts: list[Tensor | None]) -> int:
             return sum(t.nbytes for t in ts if t is not None)
         return {"kv": size(self.k) + size(self.v), "state": size(self.conv) + size(self.ssm)}
+
+
+def _zeros(n: int, dt: type, what: str) -> np.ndarray:
+    try:
+        return np.zeros(n, dt)
+    except (MemoryError, ValueError):
+        nbytes = n * np.dtype(dt).itemsize
+        raise ContextError(f"{what} needs {nbytes} bytes, which this system does not give; choose a smaller n_ctx or n_seq_max") from None

@@ -85,8 +85,9 @@ def _byte_alphabet() -> tuple[str, ...]:
     return tuple(chr(b if b in printable else next(extra)) for b in range(256))
 
 
-_CHAR_OF_BYTE = _byte_alphabet()
-_BYTE_OF_CHAR = {c: b for b, c in enumerate(_CHAR_OF_BYTE)}
+CHAR_OF_BYTE = _byte_alphabet()
+"""The character that stands for each byte."""
+_BYTE_OF_CHAR = {c: b for b, c in enumerate(CHAR_OF_BYTE)}
 
 
 class Vocab:
@@ -193,7 +194,7 @@ class Vocab:
 
     @functools.cached_property
     def _missing_bytes(self) -> frozenset[int]:
-        return frozenset(b for b, c in enumerate(_CHAR_OF_BYTE) if c not in self._bpe_vocab)
+        return frozenset(b for b, c in enumerate(CHAR_OF_BYTE) if c not in self._bpe_vocab)
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The token ids of `text`; `detokenize` gives exactly `text` back when nothing was added.

@@ -9,20 +9,22 @@ from typing import Any
 import numpy as np
 
 from pyggml.cpu.mathf import INF, exp
+from pyggml.cpu.rows import load_next, loader, row_sum
 from pyggml.cpu.simd import (
     F0,
     Helper,
     at,
+    floor64,
     fma,
     fmax,
     helper,
     intrinsic,
-    ld_f16,
     ld_f32,
     ld_f64,
     ld_i32,
     ld_i64,
     narrow,
+    rint64,
     st_f32,
     st_f64,
     st_i32,
@@ -30,8 +32,6 @@ from pyggml.cpu.simd import (
     to_bits,
 )
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, shuffle
-from pyggml.dtypes import F16
-from pyggml.ops.reduce.cpu import row_sum
 from pyggml.registry import kernel
 from pyggml.tensor import Node, Tensor
 
@@ -42,48 +42,17 @@ def _rows_at_once(n: int) -> int:
     return max(1, CHUNK // n)
 
 
-# -- loads along a row ----------------------------------------------------------------------------------------------------
-
-
 @helper
-def next_f32(p: Any, i: Any, nb: Any) -> Any:
-    """Element i of a row without gaps."""
-    return ld_f32(p, i)
-
-
-@helper
-def strided_f32(p: Any, i: Any, nb: Any) -> Any:
-    """Element i of a row whose elements are nb bytes apart."""
-    return ld_f32(at(p, i * nb), 0)
-
-
-@helper
-def strided_f16(p: Any, i: Any, nb: Any) -> Any:
-    """The same of halves."""
-    return ld_f16(at(p, i * nb), 0)
-
-
-@helper
-def next_f16(p: Any, i: Any, nb: Any) -> Any:
-    """Element i of a row of halves without gaps."""
-    return ld_f16(p, i)
-
-
-@helper
-def zero(p: Any, i: Any, nb: Any) -> Any:
-    """Element i of a mask that is not there."""
+def no_mask(_row: Any, _nb0: Any, _i: Any) -> Any:
+    """Element of a mask that is not there."""
     return F0
 
 
-X = MASK = next_f32
+X = MASK = load_next
 
 
 def _load(t: Tensor | None) -> Helper:
-    if t is None:
-        return zero
-    if t.dtype is F16:
-        return next_f16 if t.rows_contiguous else strided_f16
-    return next_f32 if t.rows_contiguous else strided_f32
+    return no_mask if t is None else loader(t.dtype.name, t.rows_contiguous)
 
 
 # -- SOFT_MAX -------------------------------------------------------------------------------------------------------------
@@ -138,6 +107,7 @@ def _soft_max_loads(node: Node) -> dict[str, Any]:
 
 @kernel("SOFT_MAX", "cpu", params=lambda n: [float(n.params["scale"])], bind=_soft_max_loads)
 def soft_max(out: Any, x: Any, mask: Any, scale: Any, i0: Any, i1: Any) -> None:
+    """Rows [i0, i1): scores, exponentials and quotients in the output's own memory."""
     s = np.float32(scale)
     n = out.ne0
     for r in range(i0, i1):
@@ -149,8 +119,8 @@ def soft_max(out: Any, x: Any, mask: Any, scale: Any, i0: Any, i1: Any) -> None:
         a = at(x.p, j1 * x.nb1 + j2 * x.nb2 + j3 * x.nb3)
         m = MASK_ROW(mask, j1, j2, j3)
         for i in range(n):
-            bias = MASK(m, i, mask.nb0)
-            st_f32(d, i, bias if bias == -INF else fma(X(a, i, x.nb0), s, bias))
+            bias = MASK(m, mask.nb0, i)
+            st_f32(d, i, bias if bias == -INF else fma(X(a, x.nb0, i), s, bias))
         top = row_max(d, n)
         top = F0 if top == -INF else top  # so that -inf - -inf does not make NaN of a row that is masked throughout
         for i in range(n):
@@ -164,18 +134,6 @@ def soft_max(out: Any, x: Any, mask: Any, scale: Any, i0: Any, i1: Any) -> None:
 
 
 # -- ROPE -----------------------------------------------------------------------------------------------------------------
-
-
-@intrinsic("f64(f64)")
-def rint64(b: Any, ir: Any, x: Any) -> Any:
-    """The nearest whole number."""
-    return b.call(b.module.declare_intrinsic("llvm.rint", [x.type]), [x])
-
-
-@intrinsic("f64(f64)")
-def floor64(b: Any, ir: Any, x: Any) -> Any:
-    """The next whole number below."""
-    return b.call(b.module.declare_intrinsic("llvm.floor", [x.type]), [x])
 
 
 # pi/2 in two parts: products of the first, which has 32 bits, with up to 2^21 quarter turns are exact.
@@ -204,7 +162,7 @@ def sin_cos(a: Any) -> Any:
 def rotate_norm(d: Any, p: Any, nb0: Any, cosines: Any, sines: Any, half: Any) -> None:
     """Rotate the pairs (2i, 2i + 1) of a head."""
     for i in range(half):
-        c, s, x0, x1 = ld_f32(cosines, i), ld_f32(sines, i), X(p, 2 * i, nb0), X(p, 2 * i + 1, nb0)
+        c, s, x0, x1 = ld_f32(cosines, i), ld_f32(sines, i), X(p, nb0, 2 * i), X(p, nb0, 2 * i + 1)
         st_f32(d, 2 * i, x0 * c - x1 * s)
         st_f32(d, 2 * i + 1, x0 * s + x1 * c)
 
@@ -213,7 +171,7 @@ def rotate_norm(d: Any, p: Any, nb0: Any, cosines: Any, sines: Any, half: Any) -
 def rotate_neox(d: Any, p: Any, nb0: Any, cosines: Any, sines: Any, half: Any) -> None:
     """Rotate the pairs (i, i + half) of a head."""
     for i in range(half):
-        c, s, x0, x1 = ld_f32(cosines, i), ld_f32(sines, i), X(p, i, nb0), X(p, i + half, nb0)
+        c, s, x0, x1 = ld_f32(cosines, i), ld_f32(sines, i), X(p, nb0, i), X(p, nb0, i + half)
         st_f32(d, i, x0 * c - x1 * s)
         st_f32(d, i + half, x0 * s + x1 * c)
 
@@ -234,6 +192,7 @@ def _rope_params(node: Node) -> list[int | float]:
 @kernel("ROPE", "cpu", params=_rope_params, bind=_rotation, scratch=lambda n: 8 * n.params["n_dims"], items=lambda n: n.out.ne[2] * n.out.ne[3],
         chunk=lambda n: _rows_at_once(n.out.ne[0] * n.out.ne[1]))
 def rope(out: Any, x: Any, pos: Any, n_dims: Any, freq_scale: Any, ratio: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Tokens [i0, i1). Scratch: the angles of a token's pairs, then their cosines and sines, which all its heads share."""
     half = n_dims // 2
     cosines, sines = at(scratch, 8 * half), at(scratch, 12 * half)
     n_pos = pos.ne0 * pos.ne1 * pos.ne2 * pos.ne3
@@ -252,7 +211,7 @@ def rope(out: Any, x: Any, pos: Any, n_dims: Any, freq_scale: Any, ratio: Any, s
             p = at(x.p, h * x.nb1 + (t - i3 * x.ne2) * x.nb2 + i3 * x.nb3)
             ROTATE(d, p, x.nb0, cosines, sines, half)
             for i in range(n_dims, x.ne0):
-                st_f32(d, i, X(p, i, x.nb0))
+                st_f32(d, i, X(p, x.nb0, i))
 
 
 # -- ARGSORT, TOP_K -------------------------------------------------------------------------------------------------------
@@ -304,11 +263,11 @@ def select(out: Any, x: Any, descending: Any, scratch: Any, i0: Any, i1: Any) ->
         j3 = q // out.ne2
         p = at(x.p, (r - q * out.ne1) * x.nb1 + (q - j3 * out.ne2) * x.nb2 + j3 * x.nb3)
         for i in range(k):
-            st_i64(scratch, i, sort_key(X(p, i, x.nb0), descending, i))
+            st_i64(scratch, i, sort_key(X(p, x.nb0, i), descending, i))
         for i in range(k // 2 - 1, -1, -1):
             sift_down(scratch, i, k)
         for i in range(k, x.ne0):
-            key = sort_key(X(p, i, x.nb0), descending, i)
+            key = sort_key(X(p, x.nb0, i), descending, i)
             if key < ld_i64(scratch, 0):
                 st_i64(scratch, 0, key)
                 sift_down(scratch, 0, k)

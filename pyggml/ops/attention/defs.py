@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from pyggml.cases import Case, Fill, case, f16, f32, i32, leaf, perf
 from pyggml.dtypes import F16, F32, I32
 from pyggml.errors import ParamError
-from pyggml.registry import Cost, Spec, default_bytes, like, op, out, require, require_type
+from pyggml.registry import Cost, Spec, default_bytes, is_number, is_whole, like, op, out, require, require_type
 from pyggml.tensor import Node, Tensor
 
 
@@ -74,7 +72,7 @@ def rope(x: Tensor, pos: Tensor, *, n_dims: int, mode: str = "norm", freq_base: 
     n_tokens, n_seqs = x.ne[2], x.ne[3]
     require(pos.n_elements in (n_tokens, n_tokens * n_seqs) and pos.is_contiguous, "ROPE",
             f"pos has ne {list(pos.ne)} and nb {list(pos.nb)}; legal: {n_tokens} or {n_tokens * n_seqs} contiguous elements")
-    require(isinstance(n_dims, int) and 0 < n_dims <= x.ne[0] and n_dims % 2 == 0, "ROPE",
+    require(is_whole(n_dims) and 0 < n_dims <= x.ne[0] and n_dims % 2 == 0, "ROPE",
             f"n_dims is {n_dims!r}; legal: even numbers from 2 to x's ne[0], {x.ne[0]}", ParamError)
     require(mode in ("norm", "neox"), "ROPE", f"mode is {mode!r}; legal: 'norm', 'neox'", ParamError)
     require(_is_finite(freq_base) and freq_base > 0, "ROPE", f"freq_base is {freq_base!r}; legal: numbers above 0", ParamError)
@@ -135,7 +133,7 @@ def top_k(x: Tensor, k: int) -> Spec:
     array([2, 3])
     """
     require_type("TOP_K", "x", x, F32)
-    require(isinstance(k, int) and 1 <= k <= x.ne[0], "TOP_K", f"k is {k!r}; legal: 1 to x's ne[0], {x.ne[0]}", ParamError)
+    require(is_whole(k) and 1 <= k <= x.ne[0], "TOP_K", f"k is {k!r}; legal: 1 to x's ne[0], {x.ne[0]}", ParamError)
     return out(I32, k, *x.ne[1:])
 
 
@@ -152,15 +150,4 @@ def _top_k_cost(node: Node) -> Cost:
 
 
 def _is_finite(v: Any) -> bool:
-    return isinstance(v, int | float | np.number) and math.isfinite(v)
-
-
-def _causal(n_past: int) -> Fill:
-    def fill(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        i, j = np.indices(shape[-2:])
-        return np.broadcast_to(np.where(j <= i + n_past, 0.0, -np.inf), shape)
-    return fill
-
-
-def _ties(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.choice(np.array([-np.inf, -1.0, -0.0, 0.0, 1.0, 2.0, np.inf, np.nan]), shape)
+    return is_number(v) and math.isfinite(v)

@@ -12,8 +12,8 @@ from typing import Any
 
 from pyggml.cpu.simd import LOAD as LOADS
 from pyggml.cpu.simd import STORE as STORES
-from pyggml.cpu.simd import Helper, Intrinsic, at, copy_bytes, element, helper, ld_i32, narrow, st_f32, st_i32, stw, zero_bytes
-from pyggml.cpu.vector import load, shuffle
+from pyggml.cpu.simd import Helper, Intrinsic, at, bad_index, copy_bytes, element, helper, ld_i32, narrow, st_f32, st_i32, zero_bytes
+from pyggml.cpu.vector import load, transposed
 from pyggml.dtypes import DType
 from pyggml.quants.cpu import DEQUANT_ROW
 from pyggml.registry import kernel
@@ -31,14 +31,9 @@ SIZE, LOAD, STORE = 4, ld_i32, st_i32
 def _transpose8(bits: int) -> Intrinsic:
     def build(b: Any, ir: Any, d: Any, dnb: Any, s: Any, snb: Any) -> None:
         i64, ty = ir.IntType(64), ir.IntType(bits)
-        rows = [load(b, ir, b.gep(s, [b.mul(snb, i64(r))]), ty, 8, bits // 8) for r in range(8)]
-        for k in (1, 2, 4):  # exchange the off-diagonal k x k blocks of each 2k x 2k block
-            for r in (r for r in range(8) if not r & k):
-                x, y = rows[r], rows[r + k]
-                rows[r] = shuffle(b, ir, x, y, [8 + c - k if c & k else c for c in range(8)])
-                rows[r + k] = shuffle(b, ir, x, y, [8 + c if c & k else c + k for c in range(8)])
-        for r in range(8):
-            b.store(rows[r], element(b, ir, b.gep(d, [b.mul(dnb, i64(r))]), i64(0), rows[r].type), align=bits // 8)
+        rows = transposed(b, ir, [load(b, ir, b.gep(s, [b.mul(snb, i64(r))]), ty, 8, bits // 8) for r in range(8)])
+        for r, row in enumerate(rows):
+            b.store(row, element(b, ir, b.gep(d, [b.mul(dnb, i64(r))]), i64(0), row.type), align=bits // 8)
 
     build.__name__ = f"transpose8_i{bits}"
     return Intrinsic("void(ptr, i64, ptr, i64)", build)
@@ -221,6 +216,7 @@ def _loads(node: Node) -> dict[str, Any]:
 
 @kernel("CPY", "cpu", operands=lambda n: _operands(n)[:2], bind=_loads)
 def copy_in_order(out: Any, x: Any, i0: Any, i1: Any) -> None:
+    """Rows [i0, i1) of out, for shapes that differ: x is walked element by element."""
     for r in range(i0, i1):
         q = r // out.ne1
         j3 = q // out.ne2
@@ -243,6 +239,7 @@ def copy_in_order(out: Any, x: Any, i0: Any, i1: Any) -> None:
 @kernel("CPY", "cpu", when=lambda n: None if _pair(n) else "shapes differ and neither side is contiguous", **_in_blocks(_pair))
 @kernel("CONT", "cpu", **_in_blocks(_pair))
 def copy(out: Any, x: Any, w: Any, h: Any, i0: Any, i1: Any) -> None:
+    """Blocks [i0, i1)."""
     for i in range(i0, i1):
         c0, c1, r0, r1, i2, i3 = block(out, w, h, i)
         PLACE0(out, x, 0, 0, 0, 0, c0, c1, r0, r1, i2, i3)
@@ -253,6 +250,7 @@ def copy(out: Any, x: Any, w: Any, h: Any, i0: Any, i1: Any) -> None:
 
 @kernel("CONCAT", "cpu", **_in_blocks(_operands, "dim"))
 def concat(out: Any, a: Any, b: Any, w: Any, h: Any, dim: Any, i0: Any, i1: Any) -> None:
+    """Blocks [i0, i1): what of a and what of b falls into each."""
     o0, o1 = (a.ne0 if dim == 0 else 0), (a.ne1 if dim == 1 else 0)
     o2, o3 = (a.ne2 if dim == 2 else 0), (a.ne3 if dim == 3 else 0)
     for i in range(i0, i1):
@@ -263,6 +261,7 @@ def concat(out: Any, a: Any, b: Any, w: Any, h: Any, dim: Any, i0: Any, i1: Any)
 
 @kernel("PAD", "cpu", **_in_blocks(_operands))
 def pad(out: Any, x: Any, w: Any, h: Any, i0: Any, i1: Any) -> None:
+    """Blocks [i0, i1): what of x falls into each, zeros in the rest."""
     for i in range(i0, i1):
         c0, c1, r0, r1, i2, i3 = block(out, w, h, i)
         PLACE0(out, x, 0, 0, 0, 0, c0, c1, r0, r1, i2, i3)
@@ -326,6 +325,7 @@ def _rows_of(pick: Helper, row: Helper) -> Callable[[Node], dict[str, Any]]:
 @kernel("REPEAT", "cpu", bind=_rows_of(tile, tile_row))
 @kernel("REPEAT_INTERLEAVE", "cpu", bind=_rows_of(deal, deal_row))
 def repeat_rows(out: Any, x: Any, i0: Any, i1: Any) -> None:
+    """Rows [i0, i1)."""
     t0, t1, t2, t3 = out.ne0 // x.ne0, out.ne1 // x.ne1, out.ne2 // x.ne2, out.ne3 // x.ne3
     for r in range(i0, i1):
         q = r // out.ne1
@@ -339,6 +339,7 @@ def repeat_rows(out: Any, x: Any, i0: Any, i1: Any) -> None:
 
 @kernel("ARANGE", "cpu", params=lambda n: [float(n.params["start"]), float(n.params["step"])], items=lambda n: n.out.ne[0], chunk=lambda n: BLOCK)
 def arange(out: Any, start: Any, step: Any, i0: Any, i1: Any) -> None:
+    """Elements [i0, i1)."""
     for i in range(i0, i1):
         st_f32(out.p, i, narrow(start + i * step))
 
@@ -362,6 +363,7 @@ def _row(node: Node) -> dict[str, Any]:
 
 @kernel("GET_ROWS", "cpu", bind=_row, status=True)
 def get_rows(out: Any, x: Any, ids: Any, status: Any, i0: Any, i1: Any) -> None:
+    """Rows [i0, i1) of out; one whose id is bad is zero."""
     for r in range(i0, i1):
         q = r // out.ne1
         k = r - q * out.ne1
@@ -372,8 +374,7 @@ def get_rows(out: Any, x: Any, ids: Any, status: Any, i0: Any, i1: Any) -> None:
         if 0 <= row < x.ne1:
             COPY(d, out.nb0, 0, at(x.p, row * x.nb1 + i2 * x.nb2 + i3 * x.nb3), x.nb0, 0, out.ne0, 1)
         else:
-            stw(status, 0, 1)
-            stw(status, 1, row)
+            bad_index(status, row, x.ne1)
             zero_bytes(d, out.nb1)
 
 
@@ -399,6 +400,7 @@ def _set_row(node: Node) -> dict[str, Any]:
         items=lambda n: -(-n.out.ne[0] // _columns(n)) * n.out.ne[2] * n.out.ne[3],
         chunk=lambda n: BLOCK // (min(_columns(n), n.out.ne[0]) * _n_ids(n)))
 def set_rows(dst: Any, src: Any, ids: Any, w: Any, status: Any, i0: Any, i1: Any) -> None:
+    """Blocks [i0, i1) of w columns, in all rows of src."""
     nw = (dst.ne0 + w - 1) // w
     for i in range(i0, i1):
         p = i // nw
@@ -414,5 +416,4 @@ def set_rows(dst: Any, src: Any, ids: Any, w: Any, status: Any, i0: Any, i1: Any
             if 0 <= row < dst.ne1:
                 COPY(at(d, row * dst.nb1), dst.nb0, 0, at(s, k * src.nb1), src.nb0, 0, n, 1)
             else:
-                stw(status, 0, 1)
-                stw(status, 1, row)
+                bad_index(status, row, dst.ne1)

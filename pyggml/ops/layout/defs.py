@@ -6,20 +6,15 @@ A view shares the storage of its source and no kernel runs. All others take any 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from pyggml.cases import Case, Leaf, case, f16, f32, i32, leaf, perf
-from pyggml.dtypes import BF16, F16, F32, F64, I32, I64, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
+from pyggml.dtypes import BF16, F16, F32, I32, I64
 from pyggml.errors import DTypeError, KernelError, ParamError
-from pyggml.registry import Cost, Pointwise, Spec, like, op, out, require, require_type
+from pyggml.quants import WEIGHT_TYPES
+from pyggml.registry import Cost, Pointwise, Spec, is_number, is_whole, like, op, out, require, require_type
 from pyggml.tensor import Node, Tensor, contiguous_nb, shape4
-
-ROW_TYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K)
-"""Types whose rows GET_ROWS turns into f32."""
-
 
 # -- views ----------------------------------------------------------------------------------------------------------------
 
@@ -43,13 +38,13 @@ def view(x: Tensor, ne: Sequence[int], nb: Sequence[int] | None = None, offset: 
     require(dims[0] % x.dtype.block == 0, "VIEW", f"ne[0] is {dims[0]}; legal for {x.dtype.name}: multiples of its block of {x.dtype.block}")
     strides = contiguous_nb(x.dtype, dims)
     if nb is not None:
-        require(len(nb) == len(ne) - 1 and all(_is_int(b) and b > 0 and b % unit == 0 for b in nb), "VIEW",
+        require(len(nb) == len(ne) - 1 and all(is_whole(b) and b > 0 and b % unit == 0 for b in nb), "VIEW",
                 f"nb is {list(nb)}; legal: {len(ne) - 1} positive multiples of {unit}, the strides of dims 1 to {len(ne) - 1} in bytes")
         s = [unit, *(int(b) for b in nb)]
         while len(s) < 4:
             s.append(s[-1] * (dims[len(s) - 1] if len(s) > 1 else dims[0] // x.dtype.block))
         strides = (s[0], s[1], s[2], s[3])
-    require(_is_int(offset) and offset >= 0 and offset % unit == 0, "VIEW", f"offset is {offset!r}; legal: multiples of {unit} bytes from 0")
+    require(is_whole(offset) and offset >= 0 and offset % unit == 0, "VIEW", f"offset is {offset!r}; legal: multiples of {unit} bytes from 0")
     size = Tensor(x.dtype, dims, strides).nbytes
     room = x.root.nbytes - x.offs
     require(offset + size <= room, "VIEW", f"ne {list(ne)} from byte {offset} ends at byte {offset + size}; x's storage ends at byte {room}")
@@ -87,7 +82,7 @@ def permute(x: Tensor, a0: int, a1: int, a2: int, a3: int) -> Spec:
     (3, 4, 2, 1)
     """
     axes = (a0, a1, a2, a3)
-    require(sorted(axes) == [0, 1, 2, 3], "PERMUTE", f"axes are {list(axes)}; legal: each of 0 1 2 3 once")
+    require(sorted(axes) == [0, 1, 2, 3], "PERMUTE", f"axes are {list(axes)}; legal: each of 0 1 2 3 once", ParamError)
     return _permuted("PERMUTE", x, axes)
 
 
@@ -169,7 +164,7 @@ def concat(a: Tensor, b: Tensor, dim: int = 0) -> Spec:
     >>> pg.compute(pg.concat(pg.tensor(np.ones(2, np.float32)), pg.tensor(np.zeros(1, np.float32))), {}, backend="reference")
     array([1., 1., 0.])
     """
-    require(dim in (0, 1, 2, 3), "CONCAT", f"dim is {dim!r}; legal: 0 to 3")
+    require(dim in (0, 1, 2, 3), "CONCAT", f"dim is {dim!r}; legal: 0 to 3", ParamError)
     _require_plain("CONCAT", "a", a)
     require_type("CONCAT", "b", b, a.dtype)
     require(all(a.ne[i] == b.ne[i] for i in range(4) if i != dim), "CONCAT",
@@ -213,8 +208,8 @@ def repeat_interleave(x: Tensor, n: int, dim: int = 0) -> Spec:
     array([1., 1., 2., 2.])
     """
     _require_plain("REPEAT_INTERLEAVE", "x", x)
-    require(dim in (0, 1, 2, 3), "REPEAT_INTERLEAVE", f"dim is {dim!r}; legal: 0 to 3")
-    require(_is_int(n) and n >= 1, "REPEAT_INTERLEAVE", f"n is {n!r}; legal: whole numbers from 1", ParamError)
+    require(dim in (0, 1, 2, 3), "REPEAT_INTERLEAVE", f"dim is {dim!r}; legal: 0 to 3", ParamError)
+    require(is_whole(n) and n >= 1, "REPEAT_INTERLEAVE", f"n is {n!r}; legal: whole numbers from 1", ParamError)
     return out(x.dtype, *(m * (n if i == dim else 1) for i, m in enumerate(x.ne)))
 
 
@@ -233,7 +228,7 @@ def pad(x: Tensor, p0: int, p1: int = 0, p2: int = 0, p3: int = 0) -> Spec:
     """
     _require_plain("PAD", "x", x)
     more = (p0, p1, p2, p3)
-    require(all(_is_int(p) and p >= 0 for p in more), "PAD", f"p0 to p3 are {list(more)}; legal: whole numbers from 0", ParamError)
+    require(all(is_whole(p) and p >= 0 for p in more), "PAD", f"p0 to p3 are {list(more)}; legal: whole numbers from 0", ParamError)
     return out(x.dtype, *(n + p for n, p in zip(x.ne, more, strict=True)))
 
 
@@ -250,7 +245,7 @@ def fill(x: Tensor, c: float) -> Spec:
     >>> pg.compute(pg.fill(pg.tensor(np.ones(2, np.float32)), 0.5), {}, backend="reference")
     array([0.5, 0.5])
     """
-    require(isinstance(c, int | float | np.number) and (not x.dtype.is_int or float(c).is_integer()), "FILL",
+    require(is_number(c) and (not x.dtype.is_int or float(c).is_integer()), "FILL",
             f"c is {c!r}; legal: a number, and a whole one for {x.dtype.name}", ParamError)
     _require_plain("FILL", "x", x)
     return like(x)
@@ -278,7 +273,7 @@ def arange(start: float, stop: float, step: float = 1.0) -> Spec:
     array([1. , 1.5, 2. , 2.5])
     """
     values = (start, stop, step)
-    require(all(isinstance(v, int | float | np.number) and math.isfinite(v) for v in values) and step != 0 and (stop - start) / step > 0, "ARANGE",
+    require(all(is_number(v) and math.isfinite(v) for v in values) and step != 0 and (stop - start) / step > 0, "ARANGE",
             f"start, stop, step are {list(values)}; legal: finite numbers with at least one step from start towards stop", ParamError)
     return out(F32, math.ceil((stop - start) / step))
 
@@ -305,7 +300,7 @@ def get_rows(x: Tensor, ids: Tensor) -> Spec:
            [3., 4.],
            [1., 2.]])
     """
-    require_type("GET_ROWS", "x", x, *ROW_TYPES, I32)
+    require_type("GET_ROWS", "x", x, *WEIGHT_TYPES, I32)
     require_type("GET_ROWS", "ids", ids, I32)
     k, b1, b2, rest = ids.ne
     require((b1, b2, rest) == (x.ne[2], x.ne[3], 1), "GET_ROWS", f"ids has ne {list(ids.ne)}; legal for x of ne {list(x.ne)}: [k, {x.ne[2]}, {x.ne[3]}, 1]")
@@ -374,10 +369,6 @@ def _require_plain(name: str, arg: str, x: Tensor) -> None:
     require(not x.dtype.is_quantized, name, f"{arg} is {x.dtype.name}; legal: types without blocks (f32 f16 bf16 f64 i8 i16 i32 i64)", DTypeError)
 
 
-def _is_int(v: Any) -> bool:
-    return isinstance(v, int | np.integer) and not isinstance(v, bool)
-
-
 def _bytes(t: Tensor | None) -> float:
     assert t is not None
     return t.n_elements // t.dtype.block * t.dtype.nbytes
@@ -387,11 +378,3 @@ def _check_ids(name: str, ids: np.ndarray, n: int) -> None:
     bad = ids[(ids < 0) | (ids >= n)]
     if bad.size:
         raise KernelError(f"{name}: bad index {int(bad.flat[0])}; legal: 0 to {n - 1}")
-
-
-def _int32(*ne: int, perm: Sequence[int] | None = None) -> Leaf:
-    return leaf(I32, ne, lambda rng, shape: rng.integers(-(2**31), 2**31, shape), perm=perm)
-
-
-def _int64(*ne: int, hi: int) -> Leaf:
-    return leaf(I64, ne, lambda rng, shape: np.stack([rng.permutation(hi)[: shape[-1]] for _ in range(math.prod(shape[:-1]))]).reshape(shape))

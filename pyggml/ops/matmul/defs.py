@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import numpy as np
 
-from pyggml.cases import Case, Leaf, case, f32, leaf, perf
-from pyggml.dtypes import BF16, F16, F32, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType
+from pyggml.dtypes import BF16, F16, F32
+from pyggml.quants import WEIGHT_TYPES
 from pyggml.registry import Cost, Spec, default_bytes, op, out, require, require_type
 from pyggml.tensor import Node, Tensor
 
-WEIGHT_TYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K)
-"""Types that `a` may have."""
 ACTIVATION_TYPES = (F32, F16, BF16)
 """Types that `b` may have."""
 
@@ -57,11 +53,3 @@ def _mul_mat_cost(node: Node) -> Cost:
     b = node.src[1]
     assert b is not None
     return Cost(2.0 * node.out.n_elements * b.ne[0], default_bytes(node))
-
-
-def _operands(dt: DType, m: int, n: int, k: int, bs: Sequence[int] = (1, 1), nr: Sequence[int] = (1, 1),
-              per: Sequence[int] = (0, 1, 2, 3)) -> tuple[Leaf, Leaf]:
-    """a and b of test-backend-ops: batch of a `bs`, of b `nr` times that; `per` is the order of dims in memory."""
-    a, b = (k, m, *bs), (k, n, bs[0] * nr[0], bs[1] * nr[1])
-    perm = None if tuple(per) == (0, 1, 2, 3) else per
-    return leaf(dt, [a[i] for i in per], perm=perm), f32(*(b[i] for i in per), perm=perm)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pyggml.cpu.rows import row_address, row_in_place, row_squares, row_sum
 from pyggml.cpu.simd import ld_f32, narrow, sqrt64, st_f32, wide
-from pyggml.ops.reduce.cpu import bind_row, row_address, row_in_place, row_scratch, row_squares, row_sum
+from pyggml.ops.reduce.cpu import bind_row, row_scratch
 from pyggml.registry import kernel
 from pyggml.tensor import Node
 

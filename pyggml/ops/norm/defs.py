@@ -6,13 +6,13 @@ import numpy as np
 
 from pyggml.dtypes import F32
 from pyggml.errors import ParamError
-from pyggml.registry import Cost, Spec, default_bytes, like, op, require, require_type
+from pyggml.registry import Cost, Spec, default_bytes, is_number, like, op, require, require_type
 from pyggml.tensor import Node, Tensor
 
 
 def _rule(name: str, x: Tensor, eps: float) -> Spec:
     require_type(name, "x", x, F32)
-    require(isinstance(eps, int | float | np.number) and 0 <= eps < np.inf, name, f"eps {eps!r}; it must be a number >= 0", ParamError)
+    require(is_number(eps) and 0 <= eps < np.inf, name, f"eps {eps!r}; it must be a number >= 0", ParamError)
     return like(x)
 
 

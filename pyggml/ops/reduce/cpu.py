@@ -1,126 +1,18 @@
-"""CPU kernels of the reductions: an item is one row, or a block of columns that are summed side by side.
-
-`row_sum` and `row_squares` add a row in 16 float64 lanes, the lanes pairwise and then what is left over: an order that the
-length alone decides. Rows whose elements do not follow each other are copied to scratch first.
+"""CPU kernels of the reductions: an item is one row, or a block of columns that are summed side by side. Whole rows whose
+elements do not follow each other are copied to scratch first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from pyggml.cpu.simd import STORE, at, element, helper, intrinsic, ld_f32, ld_f64, narrow, st_f32, st_f64, wide
+from pyggml.cpu.rows import gather, load_next, loader, row_address, row_in_place, row_sum
+from pyggml.cpu.simd import STORE, as_f64, at, ld_f64, narrow, st_f32, st_f64, wide
 from pyggml.dtypes import F64
 from pyggml.registry import kernel
 from pyggml.tensor import Node, Tensor
 
-LANES = 16
 COLUMNS = 64  # of CUMSUM along another dim than 0: what a thread sums side by side
-
-
-@helper
-def load_next(row: Any, _nb0: Any, i: Any) -> Any:
-    """Element i of a row without gaps."""
-    return ld_f32(row, i)
-
-
-@helper
-def load_strided(row: Any, nb0: Any, i: Any) -> Any:
-    """Element i of any row."""
-    return ld_f32(at(row, i * nb0), 0)
-
-
-@helper
-def as_f64(x: Any) -> Any:
-    """A float64 as it is, where otherwise `narrow` stands."""
-    return x
-
-
-def _lanes(b: Any, ir: Any, p: Any, n: Any, term: Callable[[Any], Any]) -> Any:
-    """Sum of term(x) over n elements, a multiple of LANES, in LANES float64 sums that are added pairwise at the end."""
-    i64, narrow_ty, wide_ty = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.DoubleType(), LANES)
-    start, head, body, done = b.block, *(b.append_basic_block(n) for n in ("head", "body", "done"))
-    b.branch(head)
-    b.position_at_end(head)
-    i, acc = b.phi(i64), b.phi(wide_ty)
-    b.cbranch(b.icmp_signed("<", i, n), body, done)
-    b.position_at_end(body)
-    x = b.fpext(b.load(b.bitcast(element(b, ir, p, i, ir.FloatType()), narrow_ty.as_pointer()), align=4), wide_ty)
-    more = b.fadd(acc, term(x))
-    after = b.add(i, i64(LANES))
-    b.branch(head)
-    for phi, first, following in ((i, i64(0), after), (acc, ir.Constant(wide_ty, [0.0] * LANES), more)):
-        phi.add_incoming(first, start)
-        phi.add_incoming(following, body)
-    b.position_at_end(done)
-    v, width = acc, LANES
-    while width > 1:
-        width //= 2
-        lower, upper = (ir.Constant(ir.VectorType(ir.IntType(32), width), [*range(k, k + width)]) for k in (0, width))
-        v = b.fadd(b.shuffle_vector(v, v, lower), b.shuffle_vector(v, v, upper))
-    return b.extract_element(v, ir.IntType(32)(0))
-
-
-@intrinsic("f64(ptr, i64)")
-def lanes_sum(b: Any, ir: Any, p: Any, n: Any) -> Any:
-    """Sum of n float32, n a multiple of LANES."""
-    return _lanes(b, ir, p, n, lambda x: x)
-
-
-@intrinsic("f64(ptr, i64, f64)")
-def lanes_squares(b: Any, ir: Any, p: Any, n: Any, mean: Any) -> Any:
-    """Sum of (x - mean)^2 over n float32, n a multiple of LANES."""
-    ty = ir.VectorType(ir.DoubleType(), LANES)
-    one = b.insert_element(ir.Constant(ty, ir.Undefined), mean, ir.IntType(32)(0))
-    means = b.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
-
-    def square(x: Any) -> Any:
-        d = b.fsub(x, means)
-        return b.fmul(d, d)
-
-    return _lanes(b, ir, p, n, square)
-
-
-@helper
-def row_sum(p: Any, n: Any) -> Any:
-    """Sum of n float32 that follow each other."""
-    full = n // LANES * LANES
-    s = lanes_sum(p, full)
-    for i in range(full, n):
-        s += wide(ld_f32(p, i))
-    return s
-
-
-@helper
-def row_squares(p: Any, n: Any, mean: Any) -> Any:
-    """Sum of (x - mean)^2 over n float32 that follow each other."""
-    full = n // LANES * LANES
-    s = lanes_squares(p, full, mean)
-    for i in range(full, n):
-        d = wide(ld_f32(p, i)) - mean
-        s += d * d
-    return s
-
-
-@helper
-def row_address(t: Any, r: Any) -> Any:
-    """First element of row r, the rows counted through dims 1, 2, 3."""
-    q = r // t.ne1
-    return at(t.p, (r - q * t.ne1) * t.nb1 + q % t.ne2 * t.nb2 + q // t.ne2 * t.nb3)
-
-
-@helper
-def gather(dst: Any, row: Any, nb0: Any, n: Any) -> Any:
-    """Copy a strided row of float32 to dst, and give dst."""
-    for i in range(n):
-        st_f32(dst, i, ld_f32(at(row, i * nb0), 0))
-    return dst
-
-
-@helper
-def row_in_place(_dst: Any, row: Any, _nb0: Any, _n: Any) -> Any:
-    """A row without gaps needs no copy."""
-    return row
 
 
 def source(node: Node) -> Tensor:
@@ -162,7 +54,7 @@ def _with_dim_1(t: Tensor, dim: int) -> Tensor:
 
 
 def _bind_cumsum(node: Node) -> dict[str, Any]:
-    return {"load": load_next if source(node).rows_contiguous else load_strided, "store": STORE[node.out.dtype.name],
+    return {"load": loader("f32", source(node).rows_contiguous), "store": STORE[node.out.dtype.name],
             "result": as_f64 if node.out.dtype is F64 else narrow}
 
 

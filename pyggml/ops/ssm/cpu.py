@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from pyggml.cpu.mathf import exp, softplus
-from pyggml.cpu.simd import LOAD, at, copy_bytes, helper, intrinsic, ld_f32, ld_i32, st_f32, stw, zero_bytes
+from pyggml.cpu.rows import gather, load_next, loader
+from pyggml.cpu.simd import LOAD, at, bad_index, copy_bytes, helper, intrinsic, ld_f32, ld_i32, st_f32, zero_bytes
 from pyggml.cpu.vector import (
     LANES,
     float_constant,
@@ -39,18 +40,6 @@ D_STATE, IN_PLACE = 16, True  # bound to the node's: a constant row size makes t
 # -- SSM_CONV -------------------------------------------------------------------------------------------------------------
 
 
-@helper
-def near(p: Any, i: Any, _nb: Any) -> Any:
-    """Element i of a contiguous row."""
-    return ld_f32(p, i)
-
-
-@helper
-def far(p: Any, i: Any, nb: Any) -> Any:
-    """Element i of a row with a stride."""
-    return ld_f32(at(p, i * nb), 0)
-
-
 def _conv_items(node: Node) -> int:
     d_inner, n_t, n_seqs, _ = node.out.ne
     return -(-d_inner // CHANNELS) * -(-n_t // TIMES) * n_seqs
@@ -63,7 +52,7 @@ def _conv_chunk(node: Node) -> int:
 def _conv_binds(node: Node) -> dict[str, Any]:
     sx, c = node.src
     assert sx is not None and c is not None
-    return {"load_c": LOAD[c.dtype.name], "load_x": near if sx.nb[1] == 4 else far}
+    return {"load_c": LOAD[c.dtype.name], "load_x": loader("f32", sx.nb[1] == 4)}  # along channels
 
 
 @helper
@@ -71,9 +60,7 @@ def load_c(_p: Any, _i: Any) -> Any:
     """An element of c as float32; bound to its type."""
 
 
-@helper
-def load_x(_p: Any, _i: Any, _nb: Any) -> Any:
-    """Channel i of a time of sx; bound to near or far."""
+load_x = load_next
 
 
 @kernel("SSM_CONV", "cpu", items=_conv_items, chunk=_conv_chunk, bind=_conv_binds, scratch=lambda n: 4 * CHANNELS * n.src[1].ne[0])
@@ -96,10 +83,10 @@ def ssm_conv_channels(out: Any, sx: Any, c: Any, scratch: Any, i0: Any, i1: Any)
                 w, x = at(scratch, k * CHANNELS * 4), at(sx.p, (t + k) * sx.nb0 + ch * sx.nb1 + seq * sx.nb2)
                 if k == 0:
                     for i in range(n_ch):
-                        st_f32(o, i, load_x(x, i, sx.nb1) * ld_f32(w, i))
+                        st_f32(o, i, load_x(x, sx.nb1, i) * ld_f32(w, i))
                 else:
                     for i in range(n_ch):
-                        st_f32(o, i, ld_f32(o, i) + load_x(x, i, sx.nb1) * ld_f32(w, i))
+                        st_f32(o, i, ld_f32(o, i) + load_x(x, sx.nb1, i) * ld_f32(w, i))
 
 
 def _many_times(node: Node) -> str | None:
@@ -191,10 +178,9 @@ def _scan_binds(node: Node) -> dict[str, Any]:
 
 
 @helper
-def gather(dst: Any, src: Any, n: Any, nb: Any, padded: Any) -> Any:
+def gather_padded(dst: Any, src: Any, nb: Any, n: Any, padded: Any) -> Any:
     """n float32 with a stride, then zeros up to `padded`."""
-    for i in range(n):
-        st_f32(dst, i, ld_f32(at(src, i * nb), 0))
+    gather(dst, src, nb, n)
     zero_bytes(at(dst, n * 4), (padded - n) * 4)
 
 
@@ -209,7 +195,7 @@ def load_tokens(scratch: Any, dt: Any, dt_nb1: Any, rate: Any, x: Any, x_nb0: An
         st_f32(scratch, TOKENS + t, exp(d * rate))
     for t in range(n):
         d, row = ld_f32(scratch, t), at(scratch, 4 * (2 * TOKENS + t * padded))
-        gather(row, at(x, t * x_nb2), head_dim, x_nb0, padded)
+        gather_padded(row, at(x, t * x_nb2), x_nb0, head_dim, padded)
         for p in range(padded):
             st_f32(row, p, ld_f32(row, p) * d)
 
@@ -236,8 +222,7 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
         seq, head = item // s.ne2, item % s.ne2
         row = ld_i32(at(ids.p, seq * ids.nb0), 0)
         if row < 0 or row >= s.ne3:
-            stw(status, 1, row)
-            stw(status, 0, 1)
+            bad_index(status, row, s.ne3)
             dead_head(y, state, head, seq)
             continue
         group, rate = head // (s.ne2 // b.ne1), ld_f32(at(a.p, head * a.nb1), 0)
@@ -246,7 +231,7 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
         if not IN_PLACE:
             zero_bytes(h, 4 * head_dim * D_STATE)
             for p in range(s.ne1):
-                gather(at(h, p * D_STATE * 4), at(src, p * s.nb1), s.ne0, s.nb0, D_STATE)
+                gather_padded(at(h, p * D_STATE * 4), at(src, p * s.nb1), s.nb0, s.ne0, D_STATE)
             src = h
         for t0 in range(0, x.ne2, TOKENS):
             n = min(TOKENS, x.ne2 - t0)
@@ -256,8 +241,8 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
                 b_t = at(b.p, group * b.nb1 + (t0 + t) * b.nb2 + seq * b.nb3)
                 c_t = at(c.p, group * c.nb1 + (t0 + t) * c.nb2 + seq * c.nb3)
                 if not IN_PLACE:
-                    gather(bt, b_t, s.ne0, b.nb0, D_STATE)
-                    gather(ct, c_t, s.ne0, c.nb0, D_STATE)
+                    gather_padded(bt, b_t, b.nb0, s.ne0, D_STATE)
+                    gather_padded(ct, c_t, c.nb0, s.ne0, D_STATE)
                     b_t, c_t = bt, ct
                 for p in range(0, head_dim, LANES):
                     place = 4 * (t * head_dim + p)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from pyggml.cases import Case, Leaf, case, f32, i32, leaf, perf, uniform
 from pyggml.dtypes import BF16, F16, F32, I32
 from pyggml.errors import KernelError, ParamError
-from pyggml.registry import Cost, Spec, default_bytes, op, out, require, require_type
-from pyggml.tensor import Node, Tensor, shape4
+from pyggml.registry import Cost, Spec, default_bytes, is_whole, op, out, require, require_type
+from pyggml.tensor import Node, Tensor
 
 
 @op("SSM_CONV", inputs="sx c", limit=1e-13)
@@ -37,7 +34,7 @@ def ssm_conv(sx: Tensor, c: Tensor, *, n_t: int | None = None) -> Spec:
     require(c.ne == (d_conv, d_inner, 1, 1), "SSM_CONV", f"c has ne {list(c.ne)}; it must be [d_conv, {d_inner}], sx's channels")
     n_tok = window - d_conv + 1
     require(n_tok >= 1, "SSM_CONV", f"sx has ne {list(sx.ne)}; dim 0 must hold at least one window of d_conv {d_conv}")
-    require(n_t is None or (isinstance(n_t, int) and n_t >= n_tok), "SSM_CONV",
+    require(n_t is None or (is_whole(n_t) and n_t >= n_tok), "SSM_CONV",
             f"n_t {n_t!r}; legal: None or at least the {n_tok} tokens of sx", ParamError)
     return out(F32, d_inner, n_tok if n_t is None else n_t, n_seqs)
 
@@ -125,22 +122,3 @@ def _ssm_scan_cost(node: Node) -> Cost:
     state = float(node.outputs[1].n_elements)
     moved = default_bytes(node) - 4.0 * (s.n_elements - min(state, s.n_elements))  # of s, only the rows that ids name are read
     return Cost(5.0 * state * x.ne[2], moved)
-
-
-def _scan(d_state: int, head_dim: int, n_head: int, n_group: int, n_tok: int, n_seqs: int = 1, *, weak: bool = False, n_rows: int = 0, row: int = 0,
-          timed: bool = False, note: str = "") -> Case:
-    """A case of typical values; weak: slow decay, so that a lost state shows. row: x, dt, B and C are views of rows of that
-    many floats."""
-
-    def view(*ne: int, lo: float = -1.0, hi: float = 1.0) -> Leaf:
-        if not row:
-            return f32(*ne, lo=lo, hi=hi)
-        per_token, per_seq = 4 * row, 4 * row * n_tok
-        nb = (4, 4 * ne[0], per_token, per_seq) if len(ne) == 4 else (4, per_token, per_seq, per_seq * n_seqs)
-        return Leaf(F32, shape4(ne), nb, uniform(lo, hi))
-
-    decay = f32(1, n_head, lo=-0.02, hi=-0.005) if weak else f32(1, n_head, lo=-1.0, hi=-0.5)
-    n_rows = n_rows or n_seqs
-    x, dt, s = view(head_dim, n_head, n_tok, n_seqs), view(n_head, n_tok, n_seqs, lo=-4.0, hi=2.0), f32(d_state, head_dim, n_head, n_rows)
-    bc = view(d_state, n_group, n_tok, n_seqs)
-    return case(s, x, dt, decay, bc, bc, i32(n_seqs, hi=n_rows, unique=True), perf=timed, note=note)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyggml.cpu.simd import LOAD, STORE, at, narrow, st_f32
+from pyggml.cpu.rows import load_next, loader
+from pyggml.cpu.simd import STORE, as_f64, at, narrow, st_f32
 from pyggml.dtypes import F64
-from pyggml.ops.reduce.cpu import as_f64, load_next, load_strided
 from pyggml.registry import kernel
 from pyggml.tensor import Node
 
@@ -16,8 +16,7 @@ load, store, as_element = load_next, st_f32, narrow
 def _bind(node: Node) -> dict[str, Any]:
     x = node.src[0]
     assert x is not None
-    read = load_next if x.rows_contiguous else load_strided
-    return {"load": read.bind(ld_f32=LOAD[x.dtype.name]), "store": STORE[x.dtype.name], "as_element": as_f64 if x.dtype is F64 else narrow}
+    return {"load": loader(x.dtype.name, x.rows_contiguous), "store": STORE[x.dtype.name], "as_element": as_f64 if x.dtype is F64 else narrow}
 
 
 def _params(node: Node) -> list[int | float]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from pyggml.dtypes import BF16, F16, F32, F64
 from pyggml.errors import ParamError
-from pyggml.registry import Cost, Spec, default_bytes, like, op, require, require_type
+from pyggml.registry import Cost, Spec, default_bytes, is_number, like, op, require, require_type
 from pyggml.tensor import Node, Tensor
 
 KINDS = ("lower_diag", "lower", "upper_diag", "upper")
@@ -34,7 +34,7 @@ def tri(x: Tensor, kind: str = "lower_diag", *, dims: tuple[int, int] = (0, 1), 
     require(kind in KINDS, "TRI", f"kind {kind!r}; legal: {', '.join(KINDS)}", ParamError)
     two = isinstance(dims, tuple | list) and len(dims) == 2 and all(d in (0, 1, 2, 3) for d in dims) and dims[0] != dims[1]
     require(two, "TRI", f"dims {dims!r}; legal: two different dims of 0 to 3", ParamError)
-    require(isinstance(fill, int | float | np.number), "TRI", f"fill is {type(fill).__name__}; it must be a number", ParamError)
+    require(is_number(fill), "TRI", f"fill is {type(fill).__name__}; it must be a number", ParamError)
     return like(x)
 
 
