@@ -37,8 +37,6 @@ def compute(outputs: Tensor | Sequence[Tensor], feeds: Mapping[Tensor, np.ndarra
     >>> pg.compute(pg.cumsum(x), {x: np.ones(3, np.float32)}, backend="reference")
     array([1., 2., 3.])
     """
-    import numpy as np
-
     from pyggml.backends import open_backend
     from pyggml.backends.base import natural_shape
 
@@ -49,7 +47,7 @@ def compute(outputs: Tensor | Sequence[Tensor], feeds: Mapping[Tensor, np.ndarra
     for t, value in (feeds or {}).items():
         if not isinstance(t, Tensor):
             raise errors.GraphError(f"compute: a key of feeds is {type(t).__name__}; it must be an input tensor of the graph")
-        runner.set(t, np.asarray(value))
+        runner.set(t, value)
     runner.run()
     results = tuple(runner.get(t).reshape(natural_shape(t)) for t in outs)
     return results[0] if isinstance(outputs, Tensor) else results

@@ -90,8 +90,8 @@ def is_whole(v: Any) -> bool:
 
 
 def is_number(v: Any) -> bool:
-    """True for a real number, Python's or NumPy's, inf and NaN included; False for bool."""
-    return is_whole(v) or isinstance(v, float | np.floating)
+    """True for a real number that a float64 can hold, Python's or NumPy's, inf and NaN included; False for bool."""
+    return isinstance(v, float | np.floating) or (is_whole(v) and abs(int(v)) < 1 << 1023)
 
 
 class OpDef:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pyggml import tools
@@ -161,6 +162,16 @@ def test_a_character_that_the_terminal_lacks() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-m", "pyggml", "info"], capture_output=True, text=True, cwd=ROOT, env=env, check=False)
     assert done.returncode == 0 and "'? t', 'h e'" in done.stdout, done.stderr
+
+
+def test_names_in_files_reach_no_terminal_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file may spell terminal codes and line ends into keys, values and tensor names."""
+    path = tmp_path / "m.gguf"
+    fabricate("mamba2", path, metadata={"evil\x1b[2J\nkey": "x\x1b[31m\ny\u202e"}, extra={"bad\n\x1b[2Jname": np.ones(3, np.float32)})
+    assert tools.main(["info", "-m", str(path), "--check"]) == tools.main(["run", "-m", str(path), "-p", "x"]) == 1
+    out, err = capsys.readouterr()
+    assert all(line.isprintable() for line in (out + err).split("\n"))
+    assert "evil\\x1b[2J\\nkey" in out and err.count("\n") == 1 and "unread: bad\\n\\x1b[2Jname" in err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="process groups")

@@ -28,6 +28,13 @@ def test_tensor_dims_and_strides() -> None:
     assert contiguous_nb(pg.dtype("f32"), shape4([3])) == (4, 12, 12, 12)
 
 
+def frozen() -> pg.Tensor:
+    """Memory that must not be written, as a mapped file's."""
+    array = np.zeros((3, 2), np.float32)
+    array.setflags(write=False)
+    return pg.tensor(array, name="frozen")
+
+
 @pytest.mark.parametrize(("make", "error", "match"), [
     (lambda: pg.tensor([0, 4]), ShapeError, r"ne \[0, 4\] must be 1 to 4 whole numbers >= 1"),
     (lambda: pg.tensor([1, 2, 3, 4, 5]), ShapeError, "1 to 4 whole numbers"),
@@ -37,6 +44,17 @@ def test_tensor_dims_and_strides() -> None:
     (lambda: pg.tensor(np.zeros(3), "i32"), DTypeError, "float64 cannot be stored as i32"),
     (lambda: pg.tensor([8], "f32", nb=[3, 1, 1, 1]), ShapeError, "4 multiples of 4"),
     (lambda: pg.raw_tensor(np.zeros(3, np.uint8), pg.dtype("f32"), [4]), ShapeError, "needs 16 bytes"),
+    (lambda: pg.raw_tensor(np.zeros(64, np.uint8)[::4], pg.dtype("f32"), [4]), ShapeError, "needs 16 bytes of uint8 in one dim"),
+    (lambda: pg.tensor(np.zeros(3, np.float32), nb=[4, 12, 12, 12]), ShapeError, "nb was given with an array"),
+    (lambda: pg.tensor([8], "f32", nb=[4, None, 32, 32]), ShapeError, "4 multiples of 4"),  # type: ignore[list-item]
+    (lambda: pg.tensor(np.array(["a"]), "f32"), DTypeError, "an array of <U1 cannot be stored as f32"),
+    (lambda: pg.tensor(np.array([300]), "i8"), DTypeError, "an array of int64 from 300 to 300 cannot be stored as i8"),
+    (lambda: pg.fill(pg.tensor([3], "i8"), 300), ParamError, "FILL: c is 300; legal for i8: -128 to 127"),
+    (lambda: pg.scale(pg.tensor([3]), 10**400), ParamError, "SCALE: s is"),
+    (lambda: pg.permute(pg.tensor([3]), "a", 1, 2, 3), ParamError, "PERMUTE: axes are"),
+    (lambda: pg.view(pg.tensor([4, 4]), [2, 2], 16), ShapeError, "VIEW: nb is 16; legal: 1 positive multiples of 4"),
+    (lambda: pg.set_rows(frozen(), pg.tensor([2, 1]), pg.tensor([1], "i64")), ParamError, "SET_ROWS: dst lies in read-only memory .frozen.; it is written"),
+    (lambda: pg.cpy(pg.tensor([2]), pg.view(frozen(), [2])), ParamError, "CPY: b lies in read-only memory"),
     (lambda: pg.add(pg.tensor([3]), np.zeros(3)), DTypeError, "ADD: b is ndarray; it must be a tensor"),
     (lambda: pg.add(pg.tensor([3])), ParamError, r"ADD: argument 'b' is missing; legal: add\("),
     (lambda: pg.cumsum(pg.tensor([3]), axis=1), ParamError, "CUMSUM: argument 'axis' is unknown"),
@@ -50,6 +68,10 @@ def test_errors_come_when_the_node_is_built(make: object, error: type[Exception]
     with pytest.raises(error, match=match) as e:
         make()  # type: ignore[operator]
     assert "\n" not in str(e.value)
+
+
+def test_messages_are_one_line_whatever_names_hold() -> None:
+    assert str(ShapeError("blk\n0\x1b[2J\u202e: é 中 🙂")) == "blk\\n0\\x1b[2J\\u202e: é 中 🙂"
 
 
 def test_group_error_names_op_input_and_dims() -> None:

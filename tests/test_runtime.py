@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +235,34 @@ def test_fault_17_18_dead_memory_does_not_leak(tiny: dict[str, Model], form: str
         assert np.array_equal(dirty.decode(small(21), 1, all_logits=True), want)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_fault_17_infinities_of_a_finished_sequence(tiny: dict[str, Model], form: str) -> None:
+    """Cells are used again: what they held is multiplied by 0 until then, and 0 times infinity would be NaN."""
+    for arch in ("granitehybrid", "nemotron_h"):
+        ctx = tiny[arch].context(n_seq_max=2, mamba2=form, **F32_CACHE)
+        want = ctx.decode(small(5, 1), 1, all_logits=True)
+        ctx.reset()
+        ctx.decode(small(40), 0)
+        for t in (*ctx.memory.k, *ctx.memory.v):
+            if t is not None and t.data is not None:
+                t.data.view(np.float32).reshape(ctx.n_ctx, -1)[ctx.memory.cell_seq == 0] = np.inf
+        ctx.reset(0)
+        assert np.array_equal(ctx.decode(small(5, 1), 1, all_logits=True), want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_reference_keeps_states_between_steps(tiny: dict[str, Model], form: str) -> None:
+    """Each shape of ubatch is a graph of its own; all go on from the same memory."""
+    for model in tiny.values():
+        outs = []
+        for backend in ("cpu", "reference"):
+            ctx = model.context(backend=backend, n_ctx=64, n_ubatch=8, mamba2=form, **F32_CACHE)
+            ctx.decode(small(30, 3))
+            ctx.reset()
+            outs.append([ctx.decode(small(11)), ctx.decode([5]), ctx.decode([6]), ctx.state(0)["ssm"]])
+        assert all(np.abs(a - b).max() < 1e-4 for a, b in zip(*outs, strict=True))
+
+
 NARROW = ({"type_k": "f16", "type_v": "f16"}, {"type_k": "bf16", "type_v": "bf16"}, {"type_s": "f16"}, {"type_s": "bf16", "type_r": "bf16"})
 
 
@@ -292,9 +322,17 @@ def test_bad_arguments(tiny: dict[str, Model]) -> None:
     model = tiny["granitehybrid"]
     ctx = model.context(n_seq_max=2)
     few = "one or more whole numbers"
-    for bad, match in (([], few), ([1.5], few), ([258], "token id 258; legal: 0 to 257"), ([-1], "token id -1")):
+    for bad, match in (([], few), ([1.5], few), ([258], "token id 258; legal: 0 to 257"), ([-1], "token id -1"), ([[1], [1, 2]], "rows of different")):
         with pytest.raises(ParamError, match=match):
             ctx.decode(bad)  # type: ignore[arg-type]
+    for pieces in ([0, 1], [(0, [1], 2)], {0: [1]}, 5):
+        with pytest.raises(ParamError, match="legal: a list of pairs .sequence, token ids."):
+            ctx.decode_batch(pieces)  # type: ignore[arg-type]
+    for positions, seqs in ((["a"], [0]), (None, [0]), ([0.5], [0]), ([0], [None])):
+        with pytest.raises(ParamError, match=few):
+            ctx.decode_tokens([1], positions, seqs)  # type: ignore[arg-type]
+    with pytest.raises(ContextError, match="cache_k_l1 needs .* bytes, which this system does not give; choose a smaller n_ctx or n_seq_max"):
+        model.context(n_ctx=1 << 50)
     with pytest.raises(ParamError, match="a sequence is given twice"):
         ctx.decode_batch([(0, [1]), (0, [2])])
     with pytest.raises(ParamError, match=r"layer 1 has no recurrent state; legal: \[0, 2\]"):
@@ -309,6 +347,43 @@ def test_bad_arguments(tiny: dict[str, Model]) -> None:
     ctx.close()
     with pytest.raises(ContextError, match="the context is closed"):
         ctx.decode([1])
+
+
+def test_a_closed_model(tmp_path: Path) -> None:
+    """Plans that a context has go on, over a file that stays mapped; new ones are refused."""
+    fabricate("granitehybrid", tmp_path / "m.gguf")
+    model = pg.load_model(tmp_path / "m.gguf")
+    ctx = model.context()
+    want = ctx.decode(small(3))
+    model.close()
+    model.close()
+    ctx.reset()
+    assert np.array_equal(ctx.decode(small(3)), want)
+    for call in (lambda: ctx.decode(small(2)), lambda: model.graph(2)):
+        with pytest.raises(ContextError, match="m.gguf: the model is closed"):
+            call()
+
+
+def test_one_call_at_a_time(tiny: dict[str, Model]) -> None:
+    """A second thread's call, or one from within a step, finds the context busy, and changes nothing."""
+    model = tiny["mamba2"]
+    said: list[str] = []
+
+    def curious(*args: object, **kwargs: object) -> tuple[pg.Tensor, pg.Tensor, pg.Tensor]:
+        for call in (lambda: ctx.decode([1], 1), lambda: ctx.reset(), lambda: ctx.close()):
+            thread = threading.Thread(target=lambda call=call: said.append(message(call)))  # type: ignore[misc]
+            thread.start()
+            thread.join()
+        return pg.mamba2_layer(*args, **{**kwargs, "form": "scan"})  # type: ignore[arg-type]
+
+    def message(call: Callable[[], object]) -> str:
+        with pytest.raises(ContextError) as e:
+            call()
+        return str(e.value)
+
+    ctx = model.context(n_seq_max=2, mamba2=curious)
+    assert np.array_equal(ctx.decode(small(4)), model.context(n_seq_max=2, mamba2="scan").decode(small(4)))
+    assert set(said) == {"the context is in the middle of another call; give each thread a context of its own"} and ctx.n_past(1) == 0
 
 
 def test_a_bad_row_id_is_named() -> None:

@@ -332,6 +332,7 @@ def test_a_failing_case_is_named_with_a_way_to_repeat_it(capsys: pytest.CaptureF
     (("-o", "NOPE"), 2, "pyggml test-ops: -o: unknown op 'NOPE'; known: ABS"),
     (("-o", "CUMSUM(type=f32)"), 2, "pyggml test-ops: -o: CUMSUM: a case needs ne of x"),
     (("-p", "no such text"), 1, "pyggml test-ops: no case matches -p no such text"),
+    (("-o", "MUL_MAT", "-p", "type_a=f32.*m=4096"), 1, "pyggml test-ops: all 7 cases that match are large; --large tests them"),
     (("--from", "/no/such/file"), 1, "pyggml test-ops: --from /no/such/file: No such file"),
     (("--from-model", "/no/such/file"), 1, "/no/such/file"),
 ])

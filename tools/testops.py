@@ -242,6 +242,8 @@ def _ratio(v: Verdict) -> float:
 def test_mode(args: argparse.Namespace, cases: Sequence[Case], explicit: set[str]) -> int:
     """Compare with the reference, guarded. Cases named in full are tested whatever their size."""
     chosen = [c for c in cases if args.large or str(c) in explicit or not c.large]
+    if not chosen:
+        raise ParamError(f"all {len(cases)} cases that match are large; --large tests them")
     if "cpu" in args.backend:
         compile_cases(chosen)
     threads = THREADS if args.threads is None else (args.threads,)
@@ -283,11 +285,12 @@ class Report:
         self.tallies: dict[str, Tally] = {b: Tally() for b in args.backend}
         self.totals: dict[str, Tally] = {b: Tally() for b in args.backend}
         self.failures: list[str] = []
+        self.n_printed = 0  # of the failures
         self.ops: set[str] = set()
         if self.console:
             threads = ", ".join(map(str, THREADS if args.threads is None else (args.threads,)))
             print(f"machine  {machine()}")
-            print(f"seed {args.seed}; threads {threads}; {len(cases)} cases\n")
+            print(f"seed {args.seed}; threads {threads}; {len(cases)} case{'s' * (len(cases) != 1)}\n")
             print(_op_line("op", "cases", [(b, "NMSE", "limit") for b in args.backend]))
 
     def add(self, backend: str, c: Case, v: Verdict) -> None:
@@ -306,8 +309,9 @@ class Report:
         if self.console:
             n = max(t.n for t in self.tallies.values())
             print(_op_line(d.name, str(n), [t.cells() for t in self.tallies.values()]), flush=True)
-        for line in self.failures[sum(t.failed for t in self.totals.values()) - sum(t.failed for t in self.tallies.values()):]:
+        for line in self.failures[self.n_printed:]:
             print(f"  {line}" if self.console else line, file=sys.stdout if self.console else sys.stderr, flush=True)
+        self.n_printed = len(self.failures)
         self.tallies = {b: Tally() for b in self.tallies}
 
     def end(self, n_large: int) -> None:

@@ -237,7 +237,6 @@ def _cont(node: Node) -> Call:
 
 @maps("CPY")
 def _cpy(node: Node) -> Call:
-    _writable(node)
     _apart("b", node.out)
     return Call("cpy", _inputs(node))
 
@@ -299,15 +298,9 @@ def _set_rows(node: Node) -> Call:
     _types("ids", ids, I64, I32)
     for arg, t in (("dst", dst), ("src", src)):
         _dense_rows(arg, t)
-    _writable(node)
     _apart("dst", dst)
     _safe_ids(ids, dst.ne[1])
     return Call("set_rows", (dst, src, ids), ids, dst.ne[1])
-
-
-def _writable(node: Node) -> None:
-    data = node.out.root.data
-    _need(data is None or bool(data.flags.writeable), "the memory written into is read-only")
 
 
 # -- matmul, attention, choice of the largest -----------------------------------------------------------------------------

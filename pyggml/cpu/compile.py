@@ -264,14 +264,14 @@ def cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError):
         pass  # a read-only home, or none, is no fault: the kernels then last as long as this process
-    return _temporary_folder(folder)
+    return _temporary_folder(folder, "cannot be written")
 
 
 @functools.cache
-def _temporary_folder(wanted: Path) -> Path:
+def _temporary_folder(wanted: Path, why: str) -> Path:
     """A folder for this process alone: what others may write to must not be run."""
     if sys.stderr:
-        print(f"pyggml: {wanted} is full or cannot be written: new kernels are compiled again at every start", file=sys.stderr, flush=True)
+        print(f"pyggml: {wanted} {why}: kernels are compiled again at every start", file=sys.stderr, flush=True)
     path = Path(tempfile.mkdtemp(prefix="pyggml-kernels-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -400,7 +400,7 @@ class Kernels:
         start = time.perf_counter()
         jobs = [(k, pack(r)) for k, r in missing.items()]
         if _is_full(self.folder):
-            self._spare = _temporary_folder(self.folder)
+            self._spare = _temporary_folder(self.folder, "has no room left")
         progress(0, len(jobs))
         errors = compile_jobs(self.level, self._spare or self.folder, jobs, lambda done: progress(done, len(jobs)))
         if errors:

@@ -392,6 +392,7 @@ def _fill_cases() -> Iterator[Case]:
 def _fill_errors() -> Iterator[ErrorCase]:
     yield error(ParamError, "FILL: c is 0.5; legal: a number, and a whole one for i32", i32(2), c=0.5)
     yield error(ParamError, "FILL: c is 'x'; legal: a number", f32(2), c="x")
+    yield error(ParamError, "FILL: c is 2147483648; legal for i32: -2147483648 to 2147483647", i32(2), c=1 << 31)
     yield error(DTypeError, "FILL: x is q8_0; legal: types without blocks", Q8, c=0.0)
 
 

@@ -38,8 +38,8 @@ def view(x: Tensor, ne: Sequence[int], nb: Sequence[int] | None = None, offset: 
     require(dims[0] % x.dtype.block == 0, "VIEW", f"ne[0] is {dims[0]}; legal for {x.dtype.name}: multiples of its block of {x.dtype.block}")
     strides = contiguous_nb(x.dtype, dims)
     if nb is not None:
-        require(len(nb) == len(ne) - 1 and all(is_whole(b) and b > 0 and b % unit == 0 for b in nb), "VIEW",
-                f"nb is {list(nb)}; legal: {len(ne) - 1} positive multiples of {unit}, the strides of dims 1 to {len(ne) - 1} in bytes")
+        fits = isinstance(nb, Sequence | np.ndarray) and len(nb) == len(ne) - 1 and all(is_whole(b) and b > 0 and b % unit == 0 for b in nb)
+        require(fits, "VIEW", f"nb is {nb!r}; legal: {len(ne) - 1} positive multiples of {unit}, the strides of dims 1 to {len(ne) - 1} in bytes")
         s = [unit, *(int(b) for b in nb)]
         while len(s) < 4:
             s.append(s[-1] * (dims[len(s) - 1] if len(s) > 1 else dims[0] // x.dtype.block))
@@ -82,7 +82,7 @@ def permute(x: Tensor, a0: int, a1: int, a2: int, a3: int) -> Spec:
     (3, 4, 2, 1)
     """
     axes = (a0, a1, a2, a3)
-    require(sorted(axes) == [0, 1, 2, 3], "PERMUTE", f"axes are {list(axes)}; legal: each of 0 1 2 3 once", ParamError)
+    require(all(map(is_whole, axes)) and sorted(axes) == [0, 1, 2, 3], "PERMUTE", f"axes are {list(axes)}; legal: each of 0 1 2 3 once", ParamError)
     return _permuted("PERMUTE", x, axes)
 
 
@@ -239,15 +239,18 @@ def _pad(x: np.ndarray, *, p0: int, p1: int, p2: int, p3: int) -> np.ndarray:
 
 @op("FILL", inputs="x", moves_data=True, limit=1e-14)
 def fill(x: Tensor, c: float) -> Spec:
-    """A new tensor of x's type and dims, full of c. Source: ggml_fill.
+    """A new tensor of x's type and dims, full of c. ParamError for a c that a whole-number type, or float64, cannot hold. Source: ggml_fill.
 
     >>> import numpy as np, pyggml as pg
     >>> pg.compute(pg.fill(pg.tensor(np.ones(2, np.float32)), 0.5), {}, backend="reference")
     array([0.5, 0.5])
     """
+    _require_plain("FILL", "x", x)
     require(is_number(c) and (not x.dtype.is_int or float(c).is_integer()), "FILL",
             f"c is {c!r}; legal: a number, and a whole one for {x.dtype.name}", ParamError)
-    _require_plain("FILL", "x", x)
+    if x.dtype.is_int:
+        top = 1 << min(8 * x.dtype.nbytes - 1, 53)  # kernels take params as float64
+        require(-top <= c < top, "FILL", f"c is {c!r}; legal for {x.dtype.name}: {-top} to {top - 1}", ParamError)
     return like(x)
 
 
