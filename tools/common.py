@@ -100,7 +100,7 @@ def context_options(p: argparse.ArgumentParser, n_ctx: int = 4096) -> None:
 
 def open_model(args: argparse.Namespace) -> Model:
     """The model of -m, or the bundled one."""
-    return load_model(args.model or demo_path())
+    return load_model(demo_path() if args.model is None else args.model)
 
 
 def open_context(model: Model, args: argparse.Namespace, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Context:

@@ -26,7 +26,7 @@ def options(p: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the tool."""
-    path = args.model or demo_path()
+    path = demo_path() if args.model is None else args.model
     for line in machine_lines():
         print(line)
     print()
