@@ -133,6 +133,16 @@ def test_a_compiling_process_that_is_ending_is_not_asked_twice(tmp_path: Path, m
     assert Kernels(folder=tmp_path).addresses([KernelSpec(triple, {}, 2)]) and len(started) == 2
 
 
+@pytest.mark.parametrize("setting", ("NUMBA_DISABLE_JIT", "NUMBA_DEBUG"))
+def test_a_users_settings_of_numba_are_not_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv(setting, "1")
+    workers._stop(cpu_level.host_level())
+    try:
+        assert Kernels(folder=tmp_path).addresses([KernelSpec(triple, {}, 2)])
+    finally:
+        workers._stop(cpu_level.host_level())
+
+
 def test_a_kernel_with_an_unknown_name(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match="no_such_name: .*undefined_helper") as e:
         Kernels(folder=tmp_path).addresses([KernelSpec(no_such_name, {}, 2)])

@@ -167,6 +167,8 @@ def test_a_users_function_in_place_of_the_layer(tmp_path: Path) -> None:
         model.context(mamba2=lambda x, *a, **k: x).decode(IDS)
     with pytest.raises(ShapeError, match=r"conv has ne \[16, 8, 8, 1\]; expected \[3, 128, 1\]"):
         model.context(mamba2=lambda x, w, conv, ssm, hp, **k: (x, ssm, ssm)).decode(IDS)
+    with pytest.raises(ParamError, match=r"its graph has an input of its own, mine of ne \[1, 1, 1, 1\]; legal: tensors that it is given, and constants"):
+        model.context(mamba2=lambda x, w, conv, ssm, hp, **k: (pg.mul(x, pg.tensor([1], name="mine")), conv, ssm)).decode(IDS)
 
 
 # -- the layer on plain tensors ---------------------------------------------------------------------------------------------

@@ -276,6 +276,25 @@ def test_narrow_caches_and_states(demo: Model, types: dict[str, str], form: str)
     assert 0 < err <= limit
 
 
+def test_fault_16_a_float16_state_is_never_silently_infinite(tmp_path: Path) -> None:
+    """Large steps and hardly any decay: the state grows beyond 65504, in float32 and bfloat16 it stays a number."""
+    fabricate("mamba2", tmp_path / "m.gguf")
+    model = pg.load_model(tmp_path / "m.gguf")
+    for name, value in (("ssm_dt.bias", 30.0), ("ssm_a", -1e-4), ("ssm_conv1d.bias", 8.0)):
+        weight = model.weights[f"blk.0.{name}"]
+        weight.data = np.full(weight.n_elements, value, np.float32).view(np.uint8)
+    for type_s in ("f32", "bf16"):
+        ctx = model.context(type_s=type_s)
+        assert np.isfinite(ctx.decode(small(40))).all() and 65504 < ctx.state(0)["ssm"].max() < np.inf
+    ctx = model.context(type_s="f16", n_seq_max=2)
+    ctx.decode(small(2), 1)
+    with pytest.raises(ContextError, match="sequence 0: its state cache_s_l0 is beyond float16 .65504. or NaN; choose f32 or bf16 as type_s"):
+        ctx.decode(small(40))
+    with pytest.raises(ContextError, match=r"reset\(0\) first"):
+        ctx.decode([1])
+    assert np.isfinite(ctx.decode(small(2), 1)).all()  # the others go on
+
+
 def test_threads_give_the_same_bits(demo: Model) -> None:
     for form in FORMS:
         outs = [demo.context(threads=t, mamba2=form, **F32_CACHE).decode(IDS[:130], all_logits=True) for t in (1, 2, 7)]

@@ -219,6 +219,8 @@ def prepare_numba(level: str) -> None:
     """Set the level that this process compiles for; before numba's first use."""
     cpu_level.set_target(level)
     config: Any = import_module("numba.core.config")
+    # The user's own settings (no JIT, debug prints, less optimization) are for the user's own functions; the cache is keyed without them.
+    config._env_reloader.process_environ({})
     config.CPU_NAME, config.CPU_FEATURES = cpu_level.numba_target(level)
     config.ENABLE_AVX = True
     # This process only writes object files. numba would optimize and emit every helper by itself first and load it; all that

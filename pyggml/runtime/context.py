@@ -186,6 +186,7 @@ class Context:
         for t in runner.plan.graph.inputs:
             runner.set(t, self._input(t, planned.inp, ub, placed, pos, wanted))
         runner.run()
+        mem.check_range(ub.seqs)
         if len(wanted):
             logits = runner.get(planned.logits).reshape(-1, self.model.n_vocab)
             for row, i in enumerate(ub.index.ravel()[wanted]):
@@ -207,7 +208,9 @@ class Context:
             return np.concatenate([cells for cells, _ in placed])
         if t is inp.kq_mask:
             return self.memory.mask(np.repeat(ub.seqs, ub.n_seq_tokens), pos, inp.n_kv)
-        return wanted.astype(np.int32) if len(wanted) else np.zeros(1, np.int32)
+        if t is inp.out_ids:
+            return wanted.astype(np.int32) if len(wanted) else np.zeros(1, np.int32)
+        raise ParamError(f"mamba2 function: its graph has an input of its own, {t.name} of ne {list(t.ne)}; legal: tensors that it is given, and constants")
 
     def _plan(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> Planned:
         key = (n_seq_tokens, n_seqs, n_kv, n_outputs)

@@ -6,11 +6,12 @@ States: one row per sequence and recurrent layer; their size does not depend on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pyggml.dtypes import BF16, DType, bf16_to_f32
+from pyggml.dtypes import BF16, F16, DType, bf16_to_f32
 from pyggml.errors import ContextError
 from pyggml.tensor import Tensor
 
@@ -102,6 +103,18 @@ class Memory:
                 if t is not None and t.data is not None:
                     t.data.reshape(rows, -1)[which] = 0
         self.n_past[seq] = 0
+
+    def check_range(self, seqs: Sequence[int]) -> None:
+        """ContextError when a float16 state of one of these sequences is not finite: float32 values up to 3e38 were stored in it."""
+        for option, tensors in (("type_r", self.conv), ("type_s", self.ssm)):
+            for t in tensors:
+                if t is None or t.data is None or t.dtype is not F16:
+                    continue
+                rows = t.data.view(np.int16).reshape(self.n_seq_max, -1)
+                for seq in seqs:
+                    # why: two reductions without a copy; bits of infinities and NaNs are the largest of either sign
+                    if rows[seq].max() >= 0x7C00 or rows[seq].view(np.uint16).max() >= 0xFC00:
+                        raise ContextError(f"sequence {seq}: its state {t.name} is beyond float16 (65504) or NaN; choose f32 or bf16 as {option}")
 
     def state(self, il: int, seq: int) -> dict[str, np.ndarray]:
         """Copies of a layer's states of one sequence as float32: conv [conv_dim, d_conv-1], ssm [n_head, head_dim, d_state]."""
