@@ -184,7 +184,8 @@ def test_a_function_that_the_library_lacks_is_a_refusal(ggml: Any, monkeypatch: 
 # -- indices: ggml aborts on a bad one -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [e.as_case() for d in OPS.values() if d.name not in NOT_IN_GGML for e in errors_of(d) if e.error is KernelError], ids=lambda c: c.op.name)
+@pytest.mark.parametrize("case", [e.as_case() for d in OPS.values() if d.name not in NOT_IN_GGML for e in errors_of(d) if e.error is KernelError],
+                         ids=lambda c: c.op.name)
 def test_bad_index_ends_in_an_error(case: Case, ggml: Backend) -> None:
     with pytest.raises(KernelError, match=f"^{case.op.name} .*bad index"):
         run(case, ggml, stored_values(case))
