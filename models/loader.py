@@ -144,7 +144,8 @@ class Model:
         """A place to run the model: memory for n_ctx tokens shared by n_seq_max sequences, states for each of them.
 
         `mamba2`: "auto", "scan", "ssd", or a function with the signature of `mamba2_layer` in its place. `chunk`: see
-        `mamba2_layer`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16. `options` go to the backend.
+        `mamba2_layer`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16. `options` go to the backend:
+        for cpu threads, level, prec ("f32": nothing is rounded to less than it is stored in).
         """
         return Context(self, backend=backend, threads=threads, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max, mamba2=check_mamba2(mamba2),
                        chunk=check_chunk(chunk), options=options,
