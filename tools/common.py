@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pyggml.backends.base import PRECISIONS
 from pyggml.errors import ParamError
 from pyggml.models import Model, demo_path, load_model
 from pyggml.models.layers import FORMS
 from pyggml.models.loader import CACHE_TYPES
-from pyggml.ops.ssd.defs import PRECISIONS
+from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.runtime.context import Context
 
 
@@ -46,8 +47,8 @@ def chunk(text: str) -> int | str:
 
 def precision(text: str) -> str:
     """An argparse type: a precision of SSD_SCAN."""
-    if text not in PRECISIONS:
-        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; legal: {', '.join(PRECISIONS)}")
+    if text not in SSD_PRECISIONS:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; legal: {', '.join(SSD_PRECISIONS)}")
     return text
 
 
@@ -97,10 +98,11 @@ def context_options(p: argparse.ArgumentParser, n_ctx: int = 4096) -> None:
     p.add_argument("-c", "--ctx-size", type=whole(1), default=n_ctx, metavar="N", help=f"tokens of context ({n_ctx})")
     p.add_argument("-ub", "--ubatch-size", type=whole(1), default=512, metavar="N", help="tokens per graph (512)")
     p.add_argument("-t", "--threads", type=whole(1, 256), metavar="N", help="threads (all cores)")
+    p.add_argument("--prec", choices=PRECISIONS, default="auto", help="f32: no product rounds what it reads to bfloat16 (auto)")
     p.add_argument("--mamba2", type=form, default="auto", metavar="FORM", help="graph of the Mamba2 layers: auto, scan, ssd, ssd-fused, or a function of "
                    "yours as FILE.py:FUNCTION or MODULE:FUNCTION, with the signature of mamba2_layer (auto)")
     p.add_argument("--chunk", type=chunk, metavar="N|none", help="tokens per chunk of the ssd forms; none: one chunk (default: by a limit on plan memory)")
-    p.add_argument("--ssd-precision", type=precision, default="f32", metavar="P", help=f"precision of ssd-fused: {', '.join(PRECISIONS)} (f32)")
+    p.add_argument("--ssd-precision", type=precision, default="f32", metavar="P", help=f"precision of ssd-fused: {', '.join(SSD_PRECISIONS)} (f32)")
     p.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", metavar="TYPE", help=f"type of the K cache: {', '.join(CACHE_TYPES)} (f16)")
     p.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", metavar="TYPE", help="type of the V cache (f16)")
     p.add_argument("--type-r", choices=CACHE_TYPES, default="f32", metavar="TYPE", help="type of the conv states (f32)")
@@ -114,8 +116,8 @@ def open_model(args: argparse.Namespace) -> Model:
 
 def open_context(model: Model, args: argparse.Namespace, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Context:
     """A context as `context_options` ask, of n_ctx tokens instead where that is given."""
-    return model.context(threads=args.threads, n_ctx=n_ctx or args.ctx_size, n_ubatch=args.ubatch_size, n_seq_max=n_seq_max, mamba2=args.mamba2,
-                         chunk=args.chunk, ssd_precision=args.ssd_precision, type_k=args.cache_type_k, type_v=args.cache_type_v,
+    return model.context(threads=args.threads, prec=args.prec, n_ctx=n_ctx or args.ctx_size, n_ubatch=args.ubatch_size, n_seq_max=n_seq_max,
+                         mamba2=args.mamba2, chunk=args.chunk, ssd_precision=args.ssd_precision, type_k=args.cache_type_k, type_v=args.cache_type_v,
                          type_r=args.type_r, type_s=args.type_s)
 
 

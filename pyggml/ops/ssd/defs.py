@@ -9,7 +9,7 @@ from pyggml.errors import KernelError, ParamError
 from pyggml.registry import Cost, Spec, default_bytes, is_whole, op, out, require, require_type
 from pyggml.tensor import Node, Tensor
 
-PRECISIONS = ("f32", "bf16")
+SSD_PRECISIONS = ("f32", "bf16")
 LIMITS = {"f32": 1e-11, "bf16": 1.5e-5}  # NMSE; bf16 operands have 8 bits, products are summed in float32
 
 
@@ -44,7 +44,7 @@ def ssd_scan(s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, 
         if t is not None:
             require_type(name, arg, t, F32)
     require_type(name, "ids", ids, I32)
-    require(precision in PRECISIONS, name, f"precision {precision!r}; legal: {', '.join(PRECISIONS)}", ParamError)
+    require(precision in SSD_PRECISIONS, name, f"precision {precision!r}; legal: {', '.join(SSD_PRECISIONS)}", ParamError)
     require(chunk is None or (is_whole(chunk) and chunk >= 1), name, f"chunk {chunk!r}; legal: None or a whole number >= 1", ParamError)
     d_state, head_dim, n_head, _ = s.ne
     n_tok, n_rect = x.ne[2:]
