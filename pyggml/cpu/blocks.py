@@ -138,6 +138,21 @@ two_f32_1, two_f32_2, two_f32_3 = (_two_products(_float_words, v, f"two_f32_{v}"
 two_bf16_1, two_bf16_2, two_bf16_3 = (_two_products(_bf16_words, v, f"two_bf16_{v}") for v in (1, 2, 3))
 
 
+# -- memory -----------------------------------------------------------------------------------------------------------------
+
+
+def _prefetch(write: int, name: str) -> Intrinsic:
+    def build(b: Any, ir: Any, p: Any, n: Any) -> None:
+        i32, void = ir.IntType(32), ir.VoidType()
+        fn = b.module.declare_intrinsic("llvm.prefetch", [p.type], ir.FunctionType(void, [p.type, i32, i32, i32]))
+        each_vector(b, ir, n, lambda i: b.call(fn, [b.gep(p, [i]), i32(write), i32(3), i32(1)]))
+    return _named(build, name, "void(ptr, i64)")
+
+
+# Ask for the n vectors at p ahead of their use; any address will do.
+prefetch_read, prefetch_write = _prefetch(0, "prefetch_read"), _prefetch(1, "prefetch_write")
+
+
 # -- to bfloat16 -----------------------------------------------------------------------------------------------------------
 
 

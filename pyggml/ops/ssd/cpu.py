@@ -36,6 +36,8 @@ from pyggml.cpu.blocks import (
     onto_f32_2,
     onto_f32_3,
     paired,
+    prefetch_read,
+    prefetch_write,
     product_bf16_1,
     product_bf16_2,
     product_f32_1,
@@ -124,7 +126,7 @@ def inputs_bf16(b: Any, ir: Any, plain: Any, weighted: Any, row: Any, even: Any,
 
 
 @helper
-def rows_of_b_f32(rows: Any, right: Any, src: Any, src_row: Any, n: Any, row: Any, _right_row: Any, j: Any, _tmp: Any, _tmp_row: Any) -> None:
+def rows_of_b_f32(rows: Any, _right: Any, src: Any, src_row: Any, n: Any, row: Any, _right_row: Any, j: Any, _tmp: Any) -> None:
     """B of PAIR tokens from token j on, n values each, as columns j... of B^T: its rows are a left operand and, along n, a right one."""
     for half in range(0, PAIR, LANES):
         for i in range(0, n, LANES):
@@ -132,17 +134,18 @@ def rows_of_b_f32(rows: Any, right: Any, src: Any, src_row: Any, n: Any, row: An
 
 
 @helper
-def rows_of_b_bf16(rows: Any, right: Any, src: Any, src_row: Any, n: Any, row: Any, right_row: Any, j: Any, tmp: Any, tmp_row: Any) -> None:
+def rows_of_b_bf16(rows: Any, right: Any, src: Any, src_row: Any, n: Any, row: Any, right_row: Any, j: Any, tmp: Any) -> None:
     """The same in pairs: of tokens in the left operand, of values of a token in the right one."""
+    tmp_row = n * 4 + GAP
     for t in range(0, PAIR, 2):
         pair_rows(at(tmp, t // 2 * tmp_row), at(src, t * src_row), at(src, (t + 1) * src_row), n // LANES)
     for i in range(0, n, LANES):
         transpose_16x16(at(rows, i * row + j * 2), row, at(tmp, i * 4), tmp_row)
-    for t in range(PAIR):
-        row_bf16(at(src, t * src_row), at(src, t * src_row), n // LANES)
     for half in range(0, PAIR, LANES):
+        for t in range(LANES):
+            row_bf16(at(tmp, t * tmp_row), at(src, (half + t) * src_row), n // LANES)
         for i in range(0, n // 2, LANES):
-            transpose_16x16(at(right, i * right_row + (j + half) * 4), right_row, at(src, half * src_row + i * 4), src_row)
+            transpose_16x16(at(right, i * right_row + (j + half) * 4), right_row, at(tmp, i * 4), tmp_row)
 
 
 @helper
@@ -227,16 +230,18 @@ def pack_c(dst: Any, dst_row: Any, c: Any, nb0: Any, nb2: Any, n_state: Any, pad
 @helper
 def pack_b(rows: Any, row: Any, right: Any, right_row: Any, b: Any, nb0: Any, nb2: Any, n_state: Any, padded: Any, n: Any, n_rows: Any, tmp: Any) -> None:
     """B of n tokens as both operands, with zeros up to token n_rows."""
-    src_row = padded * 4 + GAP
-    words = at(tmp, PAIR * src_row)
+    copied_row = padded * 4 + GAP
+    copied = at(tmp, LANES * copied_row)
     for j in range(0, n_rows, PAIR):
-        m = min(PAIR, n - j)
-        for t in range(m):
-            gather(at(tmp, t * src_row), at(b, (j + t) * nb2), nb0, n_state)
-            zero_bytes(at(tmp, t * src_row + n_state * 4), (padded - n_state) * 4)
-        for t in range(max(m, 0), PAIR):
-            zero_bytes(at(tmp, t * src_row), padded * 4)
-        rows_of_b(rows, right, tmp, src_row, padded, row, right_row, j, words, src_row)
+        src, src_row = at(b, j * nb2), nb2
+        if nb0 != 4 or n_state != padded or n - j < PAIR:
+            m = min(PAIR, n - j)
+            for t in range(m):
+                row_f32(at(copied, t * copied_row), row_of(tmp, at(src, t * nb2), nb0, n_state, padded), padded // LANES)
+            for t in range(m, PAIR):
+                zero_bytes(at(copied, t * copied_row), padded * 4)
+            src, src_row = copied, copied_row
+        rows_of_b(rows, right, src, src_row, padded, row, right_row, j, tmp)
 
 
 @helper
@@ -268,8 +273,8 @@ def step_sums(steps: Any, sums: Any, dt: Any, nb1: Any, bias: Any, rate: Any, n:
 
 
 @helper
-def weigh_rows(m: Any, m_row: Any, cb: Any, cb_row: Any, sums: Any, steps: Any, since: Any, until: Any, i: Any) -> None:
-    """Rows i to i + 15 of M, up to the diagonal."""
+def weigh_rows(m: Any, m_row: Any, cb: Any, cb_row: Any, sums: Any, steps: Any, since: Any, until: Any, i: Any, skip: Any) -> None:
+    """Rows i to i + 15 of M, up to the diagonal, to which `skip` is added where the operands are float32."""
     first = ld_f64(sums, i)
     products = at(cb, i * cb_row)
     decays_since(since, at(sums, i * 8), first)
@@ -281,34 +286,46 @@ def weigh_rows(m: Any, m_row: Any, cb: Any, cb_row: Any, sums: Any, steps: Any, 
         weigh_diagonal(at(m, i * 4 // WORD), m_row, at(products, i * 4), cb_row, since, until)
     else:
         weigh_far(at(m, i * 4 // WORD), m_row, at(products, i * 4), cb_row, at(sums, i * 8), at(steps, i * 4))
+    if WORD == 1:
+        for r in range(LANES):
+            d = at(m, r * m_row + (i + r) * 4)
+            st_f32(d, 0, ld_f32(d, 0) + skip)
 
 
 @helper
-def multiply_rows(y: Any, row: Any, c: Any, c_row: Any, s: Any, words: Any, decays: Any, m: Any, m_row: Any, x: Any, i: Any, vectors: Any) -> None:
-    """y = decays (C S) + M x for rows i to i + 15, of which m holds the first; rows of y, S and x have `row` bytes."""
+def multiply_rows(y: Any, y_row: Any, c: Any, c_row: Any, s: Any, row: Any, words: Any, decays: Any, m: Any, m_row: Any, x: Any, i: Any, vectors: Any,
+                  soon: Any, soon_row: Any) -> None:
+    """y = decays (C S) + M x for rows i to i + 15, which y and m hold; rows of S and x have `row` bytes. Rows of `soon`, which are written
+    next, are fetched meanwhile: those of a head lie far apart."""
     for r in range(0, LANES, ROWS):
-        o, c_r, m_r, n = at(y, (i + r) * row), at(c, (i + r) * c_row), at(m, r * m_row), (i + r + ROWS) // WORD
+        for k in range(ROWS):
+            prefetch_write(at(soon, (i + r + k) * soon_row), vectors)
+        o, c_r, m_r, n = at(y, r * y_row), at(c, (i + r) * c_row), at(m, r * m_row), (i + r + ROWS) // WORD
         f, v = at(decays, (i + r) * 4), 0
         while v < vectors:
             p = v * LANES * 4
             if vectors - v == 1:
-                two_1(at(o, p), row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
+                two_1(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
                 v += 1
             elif (vectors - v) % 2 == 1:
-                two_3(at(o, p), row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
+                two_3(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
                 v += 3
             else:
-                two_2(at(o, p), row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
+                two_2(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
                 v += 2
 
 
 @helper
-def advance_state(s: Any, row: Any, decay: Any, b: Any, b_row: Any, x: Any, words: Any, n_state: Any, vectors: Any) -> None:
-    """S = decay S + B^T x."""
-    v = 0
+def advance_state(s: Any, row: Any, decay: Any, b: Any, b_row: Any, x: Any, words: Any, n_state: Any, vectors: Any, soon: Any, soon_row: Any,
+                  n: Any) -> None:
+    """S = decay S + B^T x. n rows of `soon`, which are read next, are fetched meanwhile."""
+    v, at_once = 0, (n * ROWS + n_state - 1) // n_state
     while v < vectors:
         p, left = v * LANES * 4, vectors - v
         for i in range(0, n_state, ROWS):
+            if v == 0:
+                for k in range(at_once):
+                    prefetch_read(at(soon, (i // ROWS * at_once + k) * soon_row), vectors)
             if left == 1:
                 onto_1(at(s, i * row + p), row, decay, at(b, i * b_row), b_row, at(x, p), row, words)
             elif left % 2 == 1:
@@ -354,16 +371,19 @@ def finish_gate(b: Any, ir: Any, y: Any, z: Any, n: Any) -> None:
 
 @helper
 def finish(y: Any, y_nb2: Any, rows: Any, row: Any, x: Any, x_nb0: Any, x_nb2: Any, has_d: Any, d: Any, has_z: Any, z: Any, z_nb0: Any, z_nb2: Any,
-           head_dim: Any, padded: Any, n: Any, tmp: Any) -> None:
-    """Rows of y plus d x, times silu(z), to the output; the pointers are those of the first token and head."""
+           head_dim: Any, padded: Any, done: Any, n: Any, tmp: Any) -> None:
+    """Rows of y plus d x, times silu(z), to the output, where the first `done` rows are already; the pointers are those of the first token."""
     vectors = padded // LANES
-    for t in range(n):
+    if has_z:
+        for t in range(done):
+            finish_gate(at(y, t * y_nb2), row_of(tmp, at(z, t * z_nb2), z_nb0, head_dim, padded), vectors)
+    for t in range(done, n):
         out, src = at(y, t * y_nb2), at(rows, t * row)
         dst = out if head_dim == padded else src
         if has_d:
             finish_skip(dst, src, row_of(tmp, at(x, t * x_nb2), x_nb0, head_dim, padded), d, vectors)
         elif head_dim == padded:
-            copy_bytes(dst, src, padded * 4)
+            row_f32(dst, src, vectors)
         if has_z:
             finish_gate(dst, row_of(tmp, at(z, t * z_nb2), z_nb0, head_dim, padded), vectors)
         if head_dim != padded:
@@ -376,16 +396,15 @@ def finish(y: Any, y_nb2: Any, rows: Any, row: Any, x: Any, x_nb0: Any, x_nb2: A
 @helper
 def load_state(dst: Any, row: Any, src: Any, nb0: Any, nb1: Any, n_state: Any, n_padded: Any, head_dim: Any, padded: Any, tmp: Any) -> None:
     """dst [d_state][head_dim] of a state [head_dim][d_state], with zeros where there is padding."""
-    tmp_row = n_padded * 4 + GAP
     for p in range(0, padded, LANES):
-        m = min(LANES, head_dim - p)
-        for r in range(m):
-            gather(at(tmp, r * tmp_row), at(src, (p + r) * nb1), nb0, n_state)
-            zero_bytes(at(tmp, r * tmp_row + n_state * 4), (n_padded - n_state) * 4)
-        for r in range(m, LANES):
-            zero_bytes(at(tmp, r * tmp_row), n_padded * 4)
         for i in range(0, n_padded, LANES):
-            transpose_16x16(at(dst, i * row + p * 4), row, at(tmp, i * 4), tmp_row)
+            block, block_row, m, n = at(src, p * nb1 + i * nb0), nb1, min(LANES, head_dim - p), min(LANES, n_state - i)
+            if nb0 != 4 or m < LANES or n < LANES:
+                zero_bytes(tmp, LANES * LANES * 4)
+                for r in range(m):
+                    gather(at(tmp, r * LANES * 4), at(block, r * nb1), nb0, n)
+                block, block_row = tmp, LANES * 4
+            transpose_16x16(at(dst, i * row + p * 4), row, block, block_row)
 
 
 @helper
@@ -393,9 +412,13 @@ def store_state(dst: Any, nb1: Any, src: Any, row: Any, n_state: Any, head_dim: 
     """A state back as [head_dim][d_state]."""
     for p in range(0, head_dim, LANES):
         for i in range(0, n_state, LANES):
-            transpose_16x16(tmp, LANES * 4, at(src, i * row + p * 4), row)
-            for r in range(min(LANES, head_dim - p)):
-                copy_bytes(at(dst, (p + r) * nb1 + i * 4), at(tmp, r * LANES * 4), min(LANES, n_state - i) * 4)
+            block, m, n = at(dst, p * nb1 + i * 4), min(LANES, head_dim - p), min(LANES, n_state - i)
+            if m == LANES and n == LANES:
+                transpose_16x16(block, nb1, at(src, i * row + p * 4), row)
+            else:
+                transpose_16x16(tmp, LANES * 4, at(src, i * row + p * 4), row)
+                for r in range(m):
+                    copy_bytes(at(block, r * nb1), at(tmp, r * LANES * 4), n * 4)
 
 
 # -- the kernel --------------------------------------------------------------------------------------------------------------
@@ -431,7 +454,7 @@ def _scratch(node: Node) -> int:
     q, n_state, dim, word = _padded(q, PAIR), _padded(s.ne[0], PAIR), _padded(s.ne[1], LANES), 2 if node.params["precision"] == "bf16" else 1
     row_n, row_q, row_p, row_cb = n_state * 4 // word + GAP, q * 4 // word + GAP, dim * 4 + GAP, q * 4 + GAP
     vectors = q * (4 + 8 + 4 + 4) + 2 * LANES * 4
-    turned = (PAIR + LANES) * (n_state * 4 + GAP) + 3 * dim * 4
+    turned = (LANES + PAIR) * (n_state * 4 + GAP) + 3 * dim * 4
     operands = q * row_n + n_state * row_q + (n_state // 2 * row_cb if word == 2 else 0) + q * row_cb + LANES * row_q
     return vectors + turned + operands + 3 * q * row_p + (heads + (1 if word == 2 else 0)) * n_state * row_p
 
@@ -496,6 +519,7 @@ def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any,
             load_state(at(states, (h - h0) * n_state * row), row, at(s.p, h * s.nb2 + source * s.nb3), s.nb0, s.nb1, s.ne0, n_state, s.ne1, dim, tmp)
         for t in range(first, end, q):
             n = min(q, end - t)
+            direct = n if s.ne1 == dim and (WORD == 1 or skip.ne0 == 0) else 0  # tokens whose y needs neither padding nor skip
             n_rows, n_16 = (n + PAIR - 1) // PAIR * PAIR, (n + LANES - 1) // LANES * LANES
             pack_c(c_rows, row_n, at(c.p, group * c.nb1 + t * c.nb2 + i3 * c.nb3), c.nb0, c.nb2, s.ne0, n_state, n, n_rows, tmp)
             pack_b(b_rows, row_q, b_right, row_b, at(b.p, group * b.nb1 + t * b.nb2 + i3 * b.nb3), b.nb0, b.nb2, s.ne0, n_state, n, n_rows, tmp)
@@ -503,6 +527,7 @@ def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any,
             for h in range(h0, h1):
                 own, bias_h, skip_h = at(states, (h - h0) * n_state * row), 0.0, 0.0
                 x_h, z_h = at(x.p, h * x.nb1 + t * x.nb2 + i3 * x.nb3), at(z.p, h * z.nb1 + t * z.nb2 + i3 * z.nb3)
+                y_h = at(y.p, h * y.nb1 + t * y.nb2 + i3 * y.nb3)
                 if bias.ne0 > 0:
                     bias_h = ld_f32(at(bias.p, h * bias.nb0), 0)
                 if skip.ne0 > 0:
@@ -515,10 +540,14 @@ def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any,
                 pack_x(plain, weighted, row, x_h, x.nb0, x.nb2, x.ne0, dim, weights, n, n_rows, x_tmp)
                 operand = state_operand(s_right, own, row, n_state, vectors)
                 for i in range(0, n_16, LANES):
-                    weigh_rows(m, row_q, cb, row_cb, sums, steps, since, until, i)
-                    multiply_rows(rows, row, c_rows, row_n, operand, words, whole, m, row_q, plain, i, vectors)
-                advance_state(own, row, ld_f32(whole, n_rows - 1), b_rows, row_q, weighted, n_rows // WORD, n_state, vectors)
-                finish(at(y.p, h * y.nb1 + t * y.nb2 + i3 * y.nb3), y.nb2, rows, row, x_h, x.nb0, x.nb2, skip.ne0 > 0, skip_h,
-                       z.ne0 > 0, z_h, z.nb0, z.nb2, x.ne0, dim, n, x_tmp)
+                    weigh_rows(m, row_q, cb, row_cb, sums, steps, since, until, i, skip_h)
+                    o, o_row = at(rows, i * row), row
+                    if i + LANES <= direct:
+                        o, o_row = at(y_h, i * y.nb2), y.nb2
+                    multiply_rows(o, o_row, c_rows, row_n, operand, row, words, whole, m, row_q, plain, i, vectors, y_h, y.nb2)
+                next_x = at(x_h, x.nb1) if h + 1 < h1 else at(x_h, (h0 - h) * x.nb1 + q * x.nb2)
+                advance_state(own, row, ld_f32(whole, n_rows - 1), b_rows, row_q, weighted, n_rows // WORD, n_state, vectors, next_x, x.nb2, n)
+                finish(y_h, y.nb2, rows, row, x_h, x.nb0, x.nb2, WORD == 2 and skip.ne0 > 0, skip_h, z.ne0 > 0, z_h, z.nb0, z.nb2, x.ne0, dim,
+                       direct // LANES * LANES, n, x_tmp)
         for h in range(h0, h1):
             store_state(at(state.p, h * state.nb2 + seq * state.nb3), state.nb1, at(states, (h - h0) * n_state * row), row, s.ne0, s.ne1, tmp)
