@@ -118,13 +118,18 @@ def _product_onto(words: Words, vectors: int, name: str) -> Intrinsic:
 
 def _two_products(words: Words, vectors: int, name: str) -> Intrinsic:
     def build(b: Any, ir: Any, dst: Any, dst_row: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any, factors: Any,
-              a2: Any, a2_row: Any, x2: Any, x2_row: Any, n2: Any) -> None:
+              a2: Any, a2_row: Any, x2: Any, x2_row: Any, n2: Any, with_third: Any, factor: Any, third: Any, third_row: Any) -> None:
         for part in _parts(vectors):
             acc = _sum_products(b, ir, words, {p: float_constant(ir, 0.0) for p in part}, a, a_row, x, x_row, n)
             acc = {(r, v): b.fmul(total, float_at(b, ir, factors, r)) for (r, v), total in acc.items()}
+
+            def add(_: Any, sums: list[Any], part: list[tuple[int, int]] = part) -> list[Any]:
+                scale = splat(b, ir, factor)
+                return [multiply_add(b, ir, scale, load_floats(b, ir, _place(b, ir, third, third_row, r, v)), s) for (r, v), s in zip(part, sums, strict=True)]
+            acc = dict(zip(part, loop(b, ir, with_third, list(acc.values()), add), strict=True))
             for (r, v), total in _sum_products(b, ir, words, acc, a2, a2_row, x2, x2_row, n2).items():
                 store_floats(b, _place(b, ir, dst, dst_row, r, v), total)
-    return _named(build, name, "void(ptr, i64, ptr, i64, ptr, i64, i64, ptr, ptr, i64, ptr, i64, i64)")
+    return _named(build, name, "void(ptr, i64, ptr, i64, ptr, i64, i64, ptr, ptr, i64, ptr, i64, i64, i64, f32, ptr, i64)")
 
 
 # dst = a b: (dst, bytes of a row, a, bytes of a row, b, bytes of a row, words of k).
@@ -133,7 +138,8 @@ product_bf16_1, product_bf16_2, product_bf16_3 = (_product(_bf16_words, v, f"pro
 # dst = factor dst + a b: (dst, bytes of a row, factor, then as above).
 onto_f32_1, onto_f32_2, onto_f32_3 = (_product_onto(_float_words, v, f"onto_f32_{v}") for v in (1, 2, 3))
 onto_bf16_1, onto_bf16_2, onto_bf16_3 = (_product_onto(_bf16_words, v, f"onto_bf16_{v}") for v in (1, 2, 3))
-# dst = (a b) factors[row] + a2 b2: (dst, bytes of a row, a and b as above, factors, a2 and b2 as above).
+# dst = (a b) factors[row] + a2 b2 (+ factor c): (dst, bytes of a row, a and b as above, factors, a2 and b2 as above, 1 to add c or 0, factor, c,
+# bytes of a row).
 two_f32_1, two_f32_2, two_f32_3 = (_two_products(_float_words, v, f"two_f32_{v}") for v in (1, 2, 3))
 two_bf16_1, two_bf16_2, two_bf16_3 = (_two_products(_bf16_words, v, f"two_bf16_{v}") for v in (1, 2, 3))
 

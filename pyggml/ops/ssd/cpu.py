@@ -273,8 +273,8 @@ def step_sums(steps: Any, sums: Any, dt: Any, nb1: Any, bias: Any, rate: Any, n:
 
 
 @helper
-def weigh_rows(m: Any, m_row: Any, cb: Any, cb_row: Any, sums: Any, steps: Any, since: Any, until: Any, i: Any, skip: Any) -> None:
-    """Rows i to i + 15 of M, up to the diagonal, to which `skip` is added where the operands are float32."""
+def weigh_rows(m: Any, m_row: Any, cb: Any, cb_row: Any, sums: Any, steps: Any, since: Any, until: Any, i: Any) -> None:
+    """Rows i to i + 15 of M, up to the diagonal."""
     first = ld_f64(sums, i)
     products = at(cb, i * cb_row)
     decays_since(since, at(sums, i * 8), first)
@@ -286,32 +286,28 @@ def weigh_rows(m: Any, m_row: Any, cb: Any, cb_row: Any, sums: Any, steps: Any, 
         weigh_diagonal(at(m, i * 4 // WORD), m_row, at(products, i * 4), cb_row, since, until)
     else:
         weigh_far(at(m, i * 4 // WORD), m_row, at(products, i * 4), cb_row, at(sums, i * 8), at(steps, i * 4))
-    if WORD == 1:
-        for r in range(LANES):
-            d = at(m, r * m_row + (i + r) * 4)
-            st_f32(d, 0, ld_f32(d, 0) + skip)
 
 
 @helper
 def multiply_rows(y: Any, y_row: Any, c: Any, c_row: Any, s: Any, row: Any, words: Any, decays: Any, m: Any, m_row: Any, x: Any, i: Any, vectors: Any,
-                  soon: Any, soon_row: Any) -> None:
-    """y = decays (C S) + M x for rows i to i + 15, which y and m hold; rows of S and x have `row` bytes. Rows of `soon`, which are written
-    next, are fetched meanwhile: those of a head lie far apart."""
+                  with_skip: Any, skip: Any, plain_x: Any, plain_row: Any, soon: Any, soon_row: Any) -> None:
+    """y = decays (C S) + M x (+ skip plain_x) for rows i to i + 15, which y and m hold; rows of S and x have `row` bytes. Rows of `soon`, which
+    are written next, are fetched meanwhile: those of a head lie far apart."""
     for r in range(0, LANES, ROWS):
         for k in range(ROWS):
             prefetch_write(at(soon, (i + r + k) * soon_row), vectors)
         o, c_r, m_r, n = at(y, r * y_row), at(c, (i + r) * c_row), at(m, r * m_row), (i + r + ROWS) // WORD
-        f, v = at(decays, (i + r) * 4), 0
+        f, own, v = at(decays, (i + r) * 4), at(plain_x, (i + r) * plain_row), 0
         while v < vectors:
             p = v * LANES * 4
             if vectors - v == 1:
-                two_1(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
+                two_1(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
                 v += 1
             elif (vectors - v) % 2 == 1:
-                two_3(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
+                two_3(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
                 v += 3
             else:
-                two_2(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
+                two_2(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
                 v += 2
 
 
@@ -397,6 +393,8 @@ def finish(y: Any, y_nb2: Any, rows: Any, row: Any, x: Any, x_nb0: Any, x_nb2: A
 def load_state(dst: Any, row: Any, src: Any, nb0: Any, nb1: Any, n_state: Any, n_padded: Any, head_dim: Any, padded: Any, tmp: Any) -> None:
     """dst [d_state][head_dim] of a state [head_dim][d_state], with zeros where there is padding."""
     for p in range(0, padded, LANES):
+        for r in range(p + LANES, p + 2 * LANES):
+            prefetch_read(at(src, r * nb1), n_padded // LANES)
         for i in range(0, n_padded, LANES):
             block, block_row, m, n = at(src, p * nb1 + i * nb0), nb1, min(LANES, head_dim - p), min(LANES, n_state - i)
             if nb0 != 4 or m < LANES or n < LANES:
@@ -519,10 +517,12 @@ def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any,
             load_state(at(states, (h - h0) * n_state * row), row, at(s.p, h * s.nb2 + source * s.nb3), s.nb0, s.nb1, s.ne0, n_state, s.ne1, dim, tmp)
         for t in range(first, end, q):
             n = min(q, end - t)
-            direct = n if s.ne1 == dim and (WORD == 1 or skip.ne0 == 0) else 0  # tokens whose y needs neither padding nor skip
+            direct = n if s.ne1 == dim and x.nb0 == 4 else 0  # tokens whose y needs no scratch
             n_rows, n_16 = (n + PAIR - 1) // PAIR * PAIR, (n + LANES - 1) // LANES * LANES
-            pack_c(c_rows, row_n, at(c.p, group * c.nb1 + t * c.nb2 + i3 * c.nb3), c.nb0, c.nb2, s.ne0, n_state, n, n_rows, tmp)
-            pack_b(b_rows, row_q, b_right, row_b, at(b.p, group * b.nb1 + t * b.nb2 + i3 * b.nb3), b.nb0, b.nb2, s.ne0, n_state, n, n_rows, tmp)
+            b_t, c_t = at(b.p, group * b.nb1 + t * b.nb2 + i3 * b.nb3), at(c.p, group * c.nb1 + t * c.nb2 + i3 * c.nb3)
+            share = (q * LANES + (h1 - h0) * n_16 - 1) // ((h1 - h0) * n_16)  # tokens of the next chunk to fetch at each block of rows
+            pack_c(c_rows, row_n, c_t, c.nb0, c.nb2, s.ne0, n_state, n, n_rows, tmp)
+            pack_b(b_rows, row_q, b_right, row_b, b_t, b.nb0, b.nb2, s.ne0, n_state, n, n_rows, tmp)
             multiply_cb(cb, row_cb, c_rows, row_n, b_right, row_b, words, n_16)
             for h in range(h0, h1):
                 own, bias_h, skip_h = at(states, (h - h0) * n_state * row), 0.0, 0.0
@@ -540,14 +540,18 @@ def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any,
                 pack_x(plain, weighted, row, x_h, x.nb0, x.nb2, x.ne0, dim, weights, n, n_rows, x_tmp)
                 operand = state_operand(s_right, own, row, n_state, vectors)
                 for i in range(0, n_16, LANES):
-                    weigh_rows(m, row_q, cb, row_cb, sums, steps, since, until, i, skip_h)
-                    o, o_row = at(rows, i * row), row
+                    weigh_rows(m, row_q, cb, row_cb, sums, steps, since, until, i)
+                    o, o_row, with_skip = at(rows, i * row), row, 0
                     if i + LANES <= direct:
-                        o, o_row = at(y_h, i * y.nb2), y.nb2
-                    multiply_rows(o, o_row, c_rows, row_n, operand, row, words, whole, m, row_q, plain, i, vectors, y_h, y.nb2)
+                        o, o_row, with_skip = at(y_h, i * y.nb2), y.nb2, 1 if skip.ne0 > 0 else 0
+                    multiply_rows(o, o_row, c_rows, row_n, operand, row, words, whole, m, row_q, plain, i, vectors, with_skip, skip_h, x_h, x.nb2,
+                                  y_h, y.nb2)
+                    for k in range((((h - h0) * n_16 + i) // LANES) * share, (((h - h0) * n_16 + i) // LANES + 1) * share):
+                        prefetch_read(at(b_t, (q + k) * b.nb2), n_state // LANES)
+                        prefetch_read(at(c_t, (q + k) * c.nb2), n_state // LANES)
                 next_x = at(x_h, x.nb1) if h + 1 < h1 else at(x_h, (h0 - h) * x.nb1 + q * x.nb2)
                 advance_state(own, row, ld_f32(whole, n_rows - 1), b_rows, row_q, weighted, n_rows // WORD, n_state, vectors, next_x, x.nb2, n)
-                finish(y_h, y.nb2, rows, row, x_h, x.nb0, x.nb2, WORD == 2 and skip.ne0 > 0, skip_h, z.ne0 > 0, z_h, z.nb0, z.nb2, x.ne0, dim,
+                finish(y_h, y.nb2, rows, row, x_h, x.nb0, x.nb2, skip.ne0 > 0, skip_h, z.ne0 > 0, z_h, z.nb0, z.nb2, x.ne0, dim,
                        direct // LANES * LANES, n, x_tmp)
         for h in range(h0, h1):
             store_state(at(state.p, h * state.nb2 + seq * state.nb3), state.nb1, at(states, (h - h0) * n_state * row), row, s.ne0, s.ne1, tmp)
