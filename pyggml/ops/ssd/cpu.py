@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyggml.cpu.blocks import (
-    ROWS,
+    TILE_ROWS,
     bf16_of,
     decays_since,
     decays_until,
@@ -35,6 +35,8 @@ from pyggml.cpu.blocks import (
     onto_f32_1,
     onto_f32_2,
     onto_f32_3,
+    onto_tiles_1,
+    onto_tiles_2,
     paired,
     prefetch_read,
     prefetch_write,
@@ -42,6 +44,8 @@ from pyggml.cpu.blocks import (
     product_bf16_2,
     product_f32_1,
     product_f32_2,
+    product_tiles_1,
+    product_tiles_2,
     store_words,
     two_bf16_1,
     two_bf16_2,
@@ -49,11 +53,16 @@ from pyggml.cpu.blocks import (
     two_f32_1,
     two_f32_2,
     two_f32_3,
+    two_tiles_1,
+    two_tiles_2,
+    two_tiles_3,
+    two_tiles_4,
     widened_differences,
 )
 from pyggml.cpu.mathf import softplus
 from pyggml.cpu.rows import gather
 from pyggml.cpu.simd import Intrinsic, at, bad_index, bad_span, copy_bytes, helper, intrinsic, ld_f32, ld_f64, ld_i32, st_f32, st_f64, wide, zero_bytes
+from pyggml.cpu.tiles import tiles_off, tiles_on
 from pyggml.cpu.vector import LANES, float_constant, load_floats, splat, store_floats, transpose_16x16
 from pyggml.registry import kernel
 from pyggml.tensor import Node
@@ -63,7 +72,8 @@ HEADS, MIN_ITEMS, STATE_BYTES = 8, 8, 512 << 10  # of an item: heads, fewer wher
 PAIR = 32  # rows of tokens that are turned at a time
 GAP = 64  # bytes between rows in scratch, which are else often powers of two apart and would share cache sets
 NEAR = 32.0
-WORD = 1  # elements of an operand in 32 bits: 1 float32 or 2 bfloat16; bound
+WORD, TILES = 1, False  # elements of an operand in 32 bits: 1 float32 or 2 bfloat16; whether products are made in AMX tiles. Bound, as the next two
+ROWS, STATE_ROWS = 8, 8  # of a block of results
 
 
 # -- operands ----------------------------------------------------------------------------------------------------------------
@@ -212,7 +222,7 @@ weigh_far_f32, weigh_far_bf16 = _weigh_far(_as_float, "weigh_far_f32"), _weigh_f
 # -- a chunk -----------------------------------------------------------------------------------------------------------------
 
 product_1, product_2 = product_f32_1, product_f32_2  # bound to the precision's, as these
-two_1, two_2, two_3 = two_f32_1, two_f32_2, two_f32_3
+two_1, two_2, two_3, two_4 = two_f32_1, two_f32_2, two_f32_3, two_f32_2
 onto_1, onto_2, onto_3 = onto_f32_1, onto_f32_2, onto_f32_3
 weigh, weigh_diagonal, weigh_far = weigh_f32, weigh_diagonal_f32, weigh_far_f32
 inputs_of, left_row, rows_of_b, state_operand = inputs_f32, row_f32, rows_of_b_f32, state_operand_f32
@@ -286,6 +296,9 @@ def weigh_rows(m: Any, m_row: Any, cb: Any, cb_row: Any, sums: Any, steps: Any, 
         weigh_diagonal(at(m, i * 4 // WORD), m_row, at(products, i * 4), cb_row, since, until)
     else:
         weigh_far(at(m, i * 4 // WORD), m_row, at(products, i * 4), cb_row, at(sums, i * 8), at(steps, i * 4))
+    if TILES and i % PAIR == 0:  # tiles end at a multiple of 32
+        for r in range(LANES):
+            zero_bytes(at(m, r * m_row + (i + LANES) * 2), LANES * 2)
 
 
 @helper
@@ -300,12 +313,16 @@ def multiply_rows(y: Any, y_row: Any, c: Any, c_row: Any, s: Any, row: Any, word
         f, own, v = at(decays, (i + r) * 4), at(plain_x, (i + r) * plain_row), 0
         while v < vectors:
             p = v * LANES * 4
-            if vectors - v == 1:
+            left = vectors - v
+            if left == 1:
                 two_1(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
                 v += 1
-            elif (vectors - v) % 2 == 1:
+            elif left % 2 == 1:
                 two_3(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
                 v += 3
+            elif TILES and left >= 4:
+                two_4(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
+                v += 4
             else:
                 two_2(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
                 v += 2
@@ -315,20 +332,20 @@ def multiply_rows(y: Any, y_row: Any, c: Any, c_row: Any, s: Any, row: Any, word
 def advance_state(s: Any, row: Any, decay: Any, b: Any, b_row: Any, x: Any, words: Any, n_state: Any, vectors: Any, soon: Any, soon_row: Any,
                   n: Any) -> None:
     """S = decay S + B^T x. n rows of `soon`, which are read next, are fetched meanwhile."""
-    v, at_once = 0, (n * ROWS + n_state - 1) // n_state
+    v, at_once = 0, (n * STATE_ROWS + n_state - 1) // n_state
     while v < vectors:
         p, left = v * LANES * 4, vectors - v
-        for i in range(0, n_state, ROWS):
+        for i in range(0, n_state, STATE_ROWS):
             if v == 0:
                 for k in range(at_once):
-                    prefetch_read(at(soon, (i // ROWS * at_once + k) * soon_row), vectors)
+                    prefetch_read(at(soon, (i // STATE_ROWS * at_once + k) * soon_row), vectors)
             if left == 1:
                 onto_1(at(s, i * row + p), row, decay, at(b, i * b_row), b_row, at(x, p), row, words)
-            elif left % 2 == 1:
+            elif left % 2 == 1 and not TILES:
                 onto_3(at(s, i * row + p), row, decay, at(b, i * b_row), b_row, at(x, p), row, words)
             else:
                 onto_2(at(s, i * row + p), row, decay, at(b, i * b_row), b_row, at(x, p), row, words)
-        v += 1 if left == 1 else 3 if left % 2 == 1 else 2
+        v += 1 if left == 1 else 3 if left % 2 == 1 and not TILES else 2
 
 
 @helper
@@ -468,13 +485,21 @@ _BF16: dict[str, Any] = {
     "state_operand": state_operand_bf16,
     "WORD": 2,
 }
+_TILES: dict[str, Any] = {
+    **_BF16,
+    "multiply_cb": multiply_cb.bind(product_1=product_tiles_1, product_2=product_tiles_2, ROWS=TILE_ROWS),
+    "weigh_rows": _BF16["weigh_rows"].bind(TILES=True),
+    "multiply_rows": multiply_rows.bind(two_1=two_tiles_1, two_2=two_tiles_2, two_3=two_tiles_3, two_4=two_tiles_4, WORD=2, TILES=True, ROWS=TILE_ROWS),
+    "advance_state": advance_state.bind(onto_1=onto_tiles_1, onto_2=onto_tiles_2, TILES=True, STATE_ROWS=2 * TILE_ROWS),
+    "TILES": True,
+}
 
 
-@kernel("SSD_SCAN", "cpu", items=_items, chunk=lambda node: 1, params=_chunk_and_heads, scratch=_scratch, status=True,
-        bind=lambda node: _BF16 if node.params["precision"] == "bf16" else {})
 def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, ids: Any, bias: Any, skip: Any, z: Any, cu: Any,
                     q: Any, heads: Any, status: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Items [i0, i1), blocks of heads fastest, then groups. Scratch as _scratch counts it."""
+    if TILES:
+        tiles_on()
     n_state, dim, q_rows = (s.ne0 + PAIR - 1) // PAIR * PAIR, (s.ne1 + LANES - 1) // LANES * LANES, (q + PAIR - 1) // PAIR * PAIR
     vectors, words = dim // LANES, n_state // WORD
     row_n, row_q, row, row_cb = n_state * 4 // WORD + GAP, q_rows * 4 // WORD + GAP, dim * 4 + GAP, q_rows * 4 + GAP
@@ -555,3 +580,15 @@ def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any,
                        direct // LANES * LANES, n, x_tmp)
         for h in range(h0, h1):
             store_state(at(state.p, h * state.nb2 + seq * state.nb3), state.nb1, at(states, (h - h0) * n_state * row), row, s.ne0, s.ne1, tmp)
+    if TILES:
+        tiles_off()
+
+
+def _not_bf16(node: Node) -> str | None:
+    return None if node.params["precision"] == "bf16" else "precision is not bf16"
+
+
+_OPTIONS: dict[str, Any] = {"items": _items, "chunk": lambda node: 1, "params": _chunk_and_heads, "scratch": _scratch, "status": True}
+kernel("SSD_SCAN", "cpu", **_OPTIONS)(ssd_scan_chunks)  # serves bf16 too where the CPU has no products of bfloat16, or prec is f32
+kernel("SSD_SCAN", "cpu", when=_not_bf16, needs={"avx512bf16"}, rounds=True, bind=lambda node: _BF16, **_OPTIONS)(ssd_scan_chunks)
+kernel("SSD_SCAN", "cpu", when=_not_bf16, needs={"avx512bf16", "amx-bf16"}, rounds=True, bind=lambda node: _TILES, **_OPTIONS)(ssd_scan_chunks)
