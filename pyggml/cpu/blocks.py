@@ -248,6 +248,39 @@ def _prefetch(write: int, name: str) -> Intrinsic:
 prefetch_read, prefetch_write = _prefetch(0, "prefetch_read"), _prefetch(1, "prefetch_write")
 
 
+_FLUSH = 0x8040  # MXCSR: numbers below the normal range are 0, as results and as operands
+
+
+def _set_mode(b: Any, ir: Any, mode: Callable[[Any], Any]) -> Any:
+    """Change MXCSR by `mode(old)`, where there is one; the old value."""
+    from pyggml.cpu.level import machine
+    i32 = ir.IntType(32)
+    if machine() != "x86_64":
+        return i32(0)
+    with b.goto_entry_block():
+        place = b.alloca(i32)
+    p = b.bitcast(place, ir.IntType(8).as_pointer())
+    fn = ir.FunctionType(ir.VoidType(), [p.type])
+    b.call(b.module.declare_intrinsic("llvm.x86.sse.stmxcsr", (), fn), [p])
+    old = b.load(place)
+    b.store(mode(old), place)
+    b.call(b.module.declare_intrinsic("llvm.x86.sse.ldmxcsr", (), fn), [p])
+    return old
+
+
+@intrinsic("i32()")
+def flush_tiny(b: Any, ir: Any) -> Any:
+    """From here on this thread takes numbers below the normal range for 0, where the CPU can: on some CPUs each costs a hundred cycles, and
+    products of decays are full of them. Gives what `restore_tiny` takes at the kernel's end."""
+    return _set_mode(b, ir, lambda old: b.or_(old, ir.IntType(32)(_FLUSH)))
+
+
+@intrinsic("void(i32)")
+def restore_tiny(b: Any, ir: Any, old: Any) -> None:
+    """Undo flush_tiny."""
+    _set_mode(b, ir, lambda _: old)
+
+
 # -- to bfloat16 -----------------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from pyggml.cpu.blocks import (
     each_vector,
     exps,
     float_at,
+    flush_tiny,
     gate,
     lower_lanes,
     onto_bf16_1,
@@ -46,6 +47,7 @@ from pyggml.cpu.blocks import (
     product_f32_2,
     product_tiles_1,
     product_tiles_2,
+    restore_tiny,
     store_words,
     two_bf16_1,
     two_bf16_2,
@@ -67,7 +69,7 @@ from pyggml.cpu.vector import LANES, float_constant, load_floats, splat, store_f
 from pyggml.registry import kernel
 from pyggml.tensor import Node
 
-MAX_CHUNK, CHUNK = 256, {"f32": 64, "bf16": 64}  # tokens
+MAX_CHUNK, CHUNK = 256, {"f32": 32, "bf16": 64}  # tokens
 HEADS, MIN_ITEMS, STATE_BYTES = 8, 8, 512 << 10  # of an item: heads, fewer where there are few items or the states are large
 PAIR = 32  # rows of tokens that are turned at a time
 GAP = 64  # bytes between rows in scratch, which are else often powers of two apart and would share cache sets
@@ -498,6 +500,7 @@ _TILES: dict[str, Any] = {
 def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, ids: Any, bias: Any, skip: Any, z: Any, cu: Any,
                     q: Any, heads: Any, status: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Items [i0, i1), blocks of heads fastest, then groups. Scratch as _scratch counts it."""
+    mode = flush_tiny()
     if TILES:
         tiles_on()
     n_state, dim, q_rows = (s.ne0 + PAIR - 1) // PAIR * PAIR, (s.ne1 + LANES - 1) // LANES * LANES, (q + PAIR - 1) // PAIR * PAIR
@@ -582,6 +585,7 @@ def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any,
             store_state(at(state.p, h * state.nb2 + seq * state.nb3), state.nb1, at(states, (h - h0) * n_state * row), row, s.ne0, s.ne1, tmp)
     if TILES:
         tiles_off()
+    restore_tiny(mode)
 
 
 def _not_bf16(node: Node) -> str | None:
