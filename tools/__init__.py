@@ -22,6 +22,7 @@ COMMANDS = {
     "run": "predict text with a model",
     "info": "machine, kernels, and what a model file holds",
     "demo": "the bundled model in both graphs",
+    "bench": "how fast a model runs, in the manner of llama-bench; what if an op were free; where the time goes",
     "perplexity": "how well a model predicts texts, and its distance from another",
     "fabricate": "write a file of a real model's shape with random weights",
     "test-ops": "every op on every backend: right, how fast, supported",
