@@ -23,6 +23,8 @@ COMMANDS = {
     "info": "machine, kernels, and what a model file holds",
     "demo": "the bundled model in both graphs",
     "bench": "how fast a model runs, in the manner of llama-bench; what if an op were free; where the time goes",
+    "batched-bench": "how fast a model runs several sequences at once, in the manner of llama-batched-bench",
+    "report": "results of bench as a table and as plots",
     "perplexity": "how well a model predicts texts, and its distance from another",
     "fabricate": "write a file of a real model's shape with random weights",
     "test-ops": "every op on every backend: right, how fast, supported",

@@ -10,6 +10,7 @@ Base and variants take turns, repetition by repetition.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,13 +23,12 @@ from pyggml import __version__
 from pyggml.cpu.compile import STATS
 from pyggml.cpu.level import describe
 from pyggml.models import Model
-from pyggml.models.layers import SSM
-from pyggml.models.ssd import chunk_size
+from pyggml.models.fabricate import FILE_TYPES
 from pyggml.testing import nmse
 from pyggml.tools.benchcases import Case, cases, context_lists, each, ignored_options, note_ignored, pair, ranges, several, sweep_options
 from pyggml.tools.benchpeer import Peer, find_peer
 from pyggml.tools.benchprofile import PROFILE, op_share, profile_rows, show_profile
-from pyggml.tools.benchrun import Lane, LogitsCheck, ModelLane, Models, Rates, Sample, bench_tokens, pieces, rates, share, take_turns
+from pyggml.tools.benchrun import Lane, LogitsCheck, ModelLane, Models, Rates, Sample, bench_tokens, form_ran, pieces, rates, take_turns
 from pyggml.tools.benchswap import Swap, free_op, replaced_op
 from pyggml.tools.common import form_name, human_bytes, human_count, note, whole
 from pyggml.tools.probe import ceiling
@@ -67,16 +67,15 @@ def main(args: argparse.Namespace) -> int:
     """Run the tool."""
     if text := note_ignored(args):
         note(text)
-    bench = Bench(args)
     todo = list(cases(args))
-    if args.profile and args.output not in ("console", "md"):
-        write_rows((r for case in todo for rows in [bench.rows(case)] if rows for r in bench.profiles.pop()), PROFILE, args.output, sys.stdout, "profile")
-    else:
-        write_rows((r for case in todo for r in bench.rows(case)), columns(todo, args), args.output, sys.stdout, "test")
-        for profile in bench.profiles:
-            show_profile(profile, args.output, sys.stdout)
-    bench.close()
-    return int(bench.n_faults > 0)
+    with contextlib.closing(Bench(args)) as bench:
+        if args.profile and args.output not in ("console", "md"):
+            write_rows((r for case in todo for r in bench.profile(case)), PROFILE, args.output, sys.stdout, "profile")
+        else:
+            write_rows((r for case in todo for r in bench.rows(case)), columns(todo, args), args.output, sys.stdout, "test")
+            for profile in bench.profiles:
+                show_profile(profile, args.output, sys.stdout)
+        return int(bench.n_faults > 0)
 
 
 class Bench:
@@ -96,6 +95,11 @@ class Bench:
         """End the peer."""
         if self.peer is not None:
             self.peer.close()
+
+    def profile(self, case: Case) -> list[Row]:
+        """The profile of a case."""
+        self.rows(case)
+        return self.profiles[-1]
 
     def rows(self, case: Case) -> list[Row]:
         """The rows of a case: as it is, with each op swapped, on the peer."""
@@ -130,7 +134,9 @@ class Bench:
         return rows
 
     def _row(self, case: Case, lane: ModelLane, samples: Sequence[Sample]) -> Row:
-        row = self._common(case, samples) | self._form(lane.model, case)
+        s = case.settings
+        n_first = pieces(case.n_prompt, min(s.n_batch, s.n_ubatch))[0] if case.n_prompt else 1  # tokens of the first graph
+        row = self._common(case, samples) | {"type_r": s.type_r, "type_s": s.type_s} | form_ran(lane.model, s, n_first, 1)
         memory = lane.ctx.memory_bytes()
         work = lane.notes.work
         row |= {"backend": case.settings.backend, "variant": lane.label or None, "n_nodes": work.n_nodes, "n_plans_timed": lane.plans_timed,
@@ -161,26 +167,13 @@ class Bench:
         s = case.settings
         found: Rates = rates([x.seconds for x in samples], case.n_prompt + case.n_gen)
         model = self.models.get(s)
-        kind = str(max(model.file.tensors.values(), key=lambda t: t.nbytes).dtype.name).upper()
         return {"test": case.name, "n_prompt": case.n_prompt, "n_gen": case.n_gen, "n_depth": case.n_depth, "model_filename": s.model,
-                "model_type": f"{model.arch} {human_count(model.n_params).replace(' ', '')} {kind}", "model_size": model.nbytes,
+                "model_type": f"{model.arch} {human_count(model.n_params).replace(' ', '')} {file_type(model)}", "model_size": model.nbytes,
                 "model_n_params": model.n_params, "cpu_info": self.machine["cpu"], "n_batch": s.n_batch, "n_ubatch": s.n_ubatch,
                 "n_threads": s.threads, "n_threads_batch": s.threads_batch, "type_k": s.type_k, "type_v": s.type_v,
                 "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "avg_ns": round(found.avg_ns), "stddev_ns": round(found.stddev_ns),
                 "avg_ts": found.avg_ts, "stddev_ts": found.stddev_ts, "median_ts": found.median_ts, "spread": found.spread,
                 "samples_ns": found.samples_ns, "samples_ts": found.samples_ts, "ttft_ms": float(np.median([x.first_seconds for x in samples])) * 1e3}
-
-    def _form(self, model: Model, case: Case) -> Row:
-        """Which Mamba2 form ran, and its chunk: that of the prompt's first graph, or of a single token."""
-        s = case.settings
-        n = pieces(case.n_prompt, min(s.n_batch, s.n_ubatch))[0] if case.n_prompt else 1
-        row: Row = {"type_r": s.type_r, "type_s": s.type_s, "mamba2": None, "chunk": None}
-        if model.has_recurrent_state:
-            ran = model.form_for(s.mamba2, n)
-            row["mamba2"] = form_name(s.mamba2) if ran == "user" else ran
-            if ran not in ("scan", "user"):
-                row["chunk"] = chunk_size(s.chunk, n, 1, SSM(model.hparams).n_head)
-        return row
 
     def _compare(self, case: Case, lanes: Sequence[ModelLane], rows: list[Row], found: Sequence[Sequence[Sample]]) -> None:
         """Swapped against base: how much faster, and for free ops what their share of the time foretold. The profile, when wanted."""
@@ -201,7 +194,7 @@ class Bench:
             if base["median_ts"] and row["median_ts"]:
                 row["vs_base"] = row["median_ts"] / base["median_ts"]
             if lane.swaps[op].free:
-                row["amdahl"] = share(1.0, 1.0 - part)
+                row["amdahl"] = 1.0 / (1.0 - part)
 
     def _peer_row(self, case: Case, base: Row, label: str, ours: Sample, samples: Sequence[Sample]) -> Row:
         row = self._common(case, samples) | {"backend": "llama.cpp", "build_commit": label, "type_r": "f32", "type_s": "f32"}
@@ -210,6 +203,16 @@ class Bench:
         if base["median_ts"]:
             base["vs_peer"] = base["median_ts"] / row["median_ts"]
         return row
+
+
+def file_type(model: Model) -> str:
+    """llama.cpp's name of a file's weight types: as the file says, else the type of most bytes."""
+    number_of = {number: name for name, (_, number) in FILE_TYPES.items()}
+    sizes: dict[str, int] = {}
+    for t in model.file.tensors.values():
+        sizes[t.dtype.name] = sizes.get(t.dtype.name, 0) + t.nbytes
+    said = model.metadata.get("general.file_type")
+    return number_of[said] if said in number_of else max(sizes, key=lambda k: sizes[k]).upper()
 
 
 # -- as a table -----------------------------------------------------------------------------------------------------------
@@ -224,7 +227,8 @@ COLUMNS = (
     Column("type_k"), Column("type_v"), Column("type_r"), Column("type_s"), Column("mamba2", str, "mamba2"), Column("chunk", int, "chunk"),
     Column("n_nodes", int, "nodes"), Column("variant"), Column("test", str, "test"), Column("n_prompt", int), Column("n_gen", int), Column("n_depth", int),
     Column("test_time"), Column("avg_ns", int), Column("stddev_ns", int), Column("avg_ts", float), Column("stddev_ts", float), Column("samples_ns"),
-    Column("samples_ts"), Column("rate", float, "t/s"), Column("median_ts", float, "median", number(".2f")), Column("spread", float, "spread", number(".0%")),
+    Column("samples_ts"), Column("rate", float, "t/s"), Column("median_ts", float, "median", number(".2f")),
+    Column("spread", float, "spread", number(".0%")),
     Column("vs_base", float), Column("op_share", float), Column("amdahl", float), Column("vs_peer", float), Column("n_swapped", int),
     Column("gflops", float), Column("gbps", float), Column("gflops_share", float, "of FLOPS", number(".0%")),
     Column("gbps_share", float, "of GB/s", number(".0%")),
@@ -234,9 +238,9 @@ COLUMNS = (
 )
 # Shown in tables when they differ between tests or from what they are by default, as in llama-bench.
 VARIED: dict[str, tuple[str, Callable[[Case], Any], Any]] = {
-    "n_threads_batch": ("threads_batch", lambda c: c.settings.threads_batch - c.settings.threads, 0), "n_batch": ("n_batch", lambda c: c.settings.n_batch, 2048),
-    "n_ubatch": ("n_ubatch", lambda c: c.settings.n_ubatch, 512), "type_k": ("type_k", lambda c: c.settings.type_k, "f16"),
-    "type_v": ("type_v", lambda c: c.settings.type_v, "f16"), "type_r": ("type_r", lambda c: c.settings.type_r, "f32"),
+    "n_threads_batch": ("threads_batch", lambda c: c.settings.threads_batch - c.settings.threads, 0),
+    "n_batch": ("n_batch", lambda c: c.settings.n_batch, 2048), "n_ubatch": ("n_ubatch", lambda c: c.settings.n_ubatch, 512),
+    "type_k": ("type_k", lambda c: c.settings.type_k, "f16"), "type_v": ("type_v", lambda c: c.settings.type_v, "f16"), "type_r": ("type_r", lambda c: c.settings.type_r, "f32"),
     "type_s": ("type_s", lambda c: c.settings.type_s, "f32"),
 }
 
@@ -253,6 +257,10 @@ def columns(todo: Sequence[Case], args: argparse.Namespace) -> list[Column]:
         heads["amdahl"] = ("Amdahl", number(".2f"))
     if args.peer:
         heads["vs_peer"] = ("x peer", number(".2f"))
+    if not args.ceiling:
+        heads |= {"gflops_share": ("", None), "gbps_share": ("", None)}
+    if all(c.settings.mamba2 == "scan" for c in todo):
+        heads["chunk"] = ("", None)
     people = args.output in ("console", "md")
     return [c if c.name not in heads else c._replace(head=heads[c.name][0], text=heads[c.name][1] or c.text)
             for c in COLUMNS if people or c.name not in FOR_PEOPLE]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,15 @@ import numpy as np
 
 from pyggml.dtypes import BF16, bf16_to_f32
 from pyggml.models import Model, load_model
+from pyggml.models.layers import SSM
+from pyggml.models.ssd import chunk_size
 from pyggml.runtime.context import Context
 from pyggml.tensor import tensor
 from pyggml.testing import nmse
 from pyggml.tools.benchcases import Case, Settings
 from pyggml.tools.benchswap import BenchBackend, Notes, Swap, Work
+from pyggml.tools.common import form_name
+from pyggml.tools.records import Row
 
 SEED = 1
 # Of the last logits of two ways to run a case: an error of 3 % of their size. Quantized weights and bfloat16 products stay far below.
@@ -53,6 +56,15 @@ def open_context(model: Model, s: Settings, *, n_ctx: int, n_seq_max: int = 1) -
     """A context with these settings."""
     return model.context(backend=s.backend, threads=s.threads, threads_batch=s.threads_batch, n_ctx=n_ctx, n_ubatch=s.n_ubatch, n_seq_max=n_seq_max,
                          mamba2=s.mamba2, chunk=s.chunk, type_k=s.type_k, type_v=s.type_v, type_r=s.type_r, type_s=s.type_s)
+
+
+def form_ran(model: Model, s: Settings, n_seq_tokens: int, n_seqs: int) -> Row:
+    """Which Mamba2 form a graph of so many tokens takes, and its chunk; None for what there is not."""
+    if not model.has_recurrent_state:
+        return {"mamba2": None, "chunk": None}
+    ran = model.form_for(s.mamba2, n_seq_tokens)
+    q = None if ran in ("scan", "user") else chunk_size(s.chunk, n_seq_tokens, n_seqs, SSM(model.hparams).n_head)
+    return {"mamba2": form_name(s.mamba2) if ran == "user" else ran, "chunk": q}
 
 
 class Models:
@@ -183,8 +195,3 @@ class LogitsCheck:
         name, first = self._first.setdefault(key, (how, logits))
         error = nmse(logits, first)
         return f"logits differ from {name}: NMSE {error:.1e}, limit {LOGITS_NMSE:.0e}" if not error <= LOGITS_NMSE else None
-
-
-def share(part: float, whole: float) -> float | None:
-    """part / whole; None where there is no whole."""
-    return part / whole if whole and math.isfinite(whole) else None

@@ -318,6 +318,18 @@ class Context:
                 self.memory.clear(s)
                 self._invalid.discard(s)
 
+    def copy(self, src: int, dst: int) -> None:
+        """Make sequence dst hold what src holds, such as a prompt that several continue; what dst held is forgotten."""
+        if self._check_seq(src) == self._check_seq(dst):
+            raise ParamError(f"copy: sequence {src} onto itself; legal: two different sequences")
+        with self._alone():
+            if src in self._invalid:
+                raise ContextError(f"sequence {src}: its last step was interrupted and its state is not usable; reset({src}) first")
+            self.memory.clear(dst)
+            self._invalid.discard(dst)
+            self._check_room([(dst, self.memory.n_past[src])])
+            self.memory.copy(src, dst)
+
     def close(self) -> None:
         """Drop memory and plans. Calling it again does nothing."""
         with self._alone():
