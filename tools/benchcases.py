@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyggml.backends import NAMES
@@ -155,6 +155,14 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
         for depth in args.n_depth or [0]:
             tests = [*((p, 0) for p in prompts if p), *((0, n) for n in gens if n), *(args.pg or [])]
             yield from (Case(settings, p, n, depth) for p, n in tests)
+
+
+def grouped(todo: Iterable[Case]) -> list[list[Case]]:
+    """Cases that differ in nothing but form and chunk together, in the order of each one's first."""
+    groups: dict[Case, list[Case]] = {}
+    for case in todo:
+        groups.setdefault(replace(case, settings=replace(case.settings, mamba2="", chunk=None)), []).append(case)
+    return list(groups.values())
 
 
 def context_lists(p: argparse.ArgumentParser) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from pyggml.backends import Backend
+from pyggml.backends.cpu import CpuBackend, SharedMemory
 from pyggml.dtypes import BF16, bf16_to_f32
 from pyggml.models import Model, load_model
 from pyggml.models.layers import SSM
@@ -99,18 +101,27 @@ def pieces(n: int, n_batch: int) -> list[int]:
 
 
 class ModelLane:
-    """A case on pyggml, with ops swapped where `swaps` says so. `notes.work` is what the last run came to."""
+    """A case on pyggml, with an op swapped when there is a `swap`. Lanes that run one at a time share an arena. `notes.work` is what the last
+    run came to; `plans_timed` counts plans made inside timed runs, `compile_s` the seconds of compiling before them."""
 
-    def __init__(self, model: Model, case: Case, swaps: Mapping[str, Swap], label: str = "", warm: bool = True) -> None:
-        self.model, self.case, self.swaps, self.label, self.warm = model, case, swaps, label, warm
+    def __init__(self, model: Model, case: Case, arena: SharedMemory, swap: Swap | None = None, warm: bool = True) -> None:
+        self.model, self.case, self.warm = model, case, warm
+        self.swaps = {swap.op: swap} if swap else {}
+        self.label = swap.text if swap else ""
         self.notes = Notes()
         self.plans_timed = 0
+        self.compile_s = 0.0
         n_ctx = case.n_depth + case.n_prompt + case.n_gen
         self.ctx = open_context(model, case.settings, n_ctx=n_ctx)
-        self.ctx.backend = BenchBackend(self.ctx.backend, swaps, self.notes)
+        self.ctx.backend = self._noting(self.ctx.backend, arena)
         if self.ctx.batch_backend is not None:
-            self.ctx.batch_backend = BenchBackend(self.ctx.batch_backend, swaps, self.notes)
+            self.ctx.batch_backend = self._noting(self.ctx.batch_backend, arena)
         self.depth, self.prompt, self.gen = np.split(bench_tokens(model.n_vocab, n_ctx), [case.n_depth, case.n_depth + case.n_prompt])
+
+    def _noting(self, backend: Backend, arena: SharedMemory) -> BenchBackend:
+        if isinstance(backend, CpuBackend):
+            backend.memory = arena
+        return BenchBackend(backend, self.swaps, self.notes)
 
     def warm_up(self) -> None:
         """Plan all that the case needs, which compiles, and unless `warm` is off run the prompt and one token."""

@@ -37,7 +37,8 @@ def main(args: argparse.Namespace) -> int:
     rows = [r for path in args.results for r in read_results(path)]
     models = by_model(rows)
     print("\n\n".join("\n".join(report(name, found)) for name, found in models.items()))
-    prefill = {name: series for name, found in models.items() if any(len(points) > 1 for points in (series := prefill_series(found)).values())}
+    prefill = {name: prefill_series(found) for name, found in models.items()}
+    prefill = {name: series for name, series in prefill.items() if any(len(points) > 1 for points in series.values())}
     if args.no_plot:
         return 0
     if not prefill:
@@ -119,8 +120,7 @@ def report(name: str, ways: Mapping[str, list[Row]]) -> Iterator[str]:
         yield f"| {test} | {ubatch or ''} | " + " | ".join(found.get(way, "") for way in ways) + " |"
     yield ""
     yield "Tokens per second, medians of the repetitions."
-    for line in crossings(prefill_series(ways)):
-        yield line
+    yield from crossings(prefill_series(ways))
 
 
 def prefill_series(ways: Mapping[str, list[Row]]) -> dict[str, Points]:
