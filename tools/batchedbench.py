@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
         raise ParamError(f"-c {args.ctx_size}: no test fits; the smallest needs N_KV {min(b.n_kv for b in batches)}, of at least 1")
     for b in [b for b in batches if b not in fitting]:
         note(f"note: PP {b.n_prompt}, TG {b.n_gen}, B {b.n_seqs} left out: N_KV {b.n_kv}, -c {args.ctx_size}")
-    todo = list(product(args))
+    todo = product(args)
     rows = bench_rows(todo, fitting, args.repetitions)
     if args.output == "md":
         for line in table(rows, swept(todo)):

@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
 def read_results(path: str) -> list[Row]:
     """The rows of a file, a JSON array or a row per line; FormatError for anything else."""
-    text = read_text(path, "report")
+    text = read_text(path, "file")
     try:
         rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
     except json.JSONDecodeError as e:
@@ -81,11 +81,11 @@ def _ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     details = {k: text for k, text in DETAILS.items() if len(values(k, rows)) > 1}
     ways: dict[str, list[Row]] = {}
     for r in rows:
-        form = r.get("mamba2") or (r.get("backend") if r.get("backend") == "llama.cpp" or "mamba2" not in r else "model")
+        form = r.get("mamba2") or ("llama.cpp" if "mamba2" not in r else r.get("backend"))  # of llama-bench, of a peer, of a model without Mamba2 layers
         # A chunk stands in the name when the form ran with several at one ubatch; else it follows from the ubatch.
         same = [x for x in rows if all(x.get(k) == r.get(k) for k in ("mamba2", "n_ubatch", "n_prompt", "n_gen"))]
         parts = [f"{form} chunk {r['chunk']}" if r.get("chunk") and len(values("chunk", same)) > 1 else str(form)]
-        parts += [str(r["variant"])] * bool(r.get("variant")) + [text.format(r[k]) for k, text in details.items() if r.get(k) is not None]
+        parts += [str(v) for v in [r.get("variant")] if v] + [text.format(r[k]) for k, text in details.items() if r.get(k) is not None]
         ways.setdefault(", ".join(parts), []).append(r)
     return ways
 
