@@ -27,7 +27,8 @@ from pyggml.tools.records import FORMATS, Column, Row, number, write_rows
 def options(p: argparse.ArgumentParser) -> None:
     """Options."""
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.epilog = "Lists and ranges as for bench: 1,2,4 or 128-512*2; an option may be given several times; every combination is run.\n" + (__doc__ or "")
+    p.epilog = ("Lists and ranges as for bench: 1,2,4 or 128-512*2; an option may be given several times; every combination is run.\n\n"
+                + (__doc__ or "").partition("\n\n")[2])
     several(p, "-m", "--model", kind=each(str), metavar="FILE,..", text="GGUF files (the bundled model)")
     p.add_argument("-c", "--ctx-size", type=whole(0), default=0, metavar="N", help="largest N_KV; tests that need more are left out (0: no limit)")
     several(p, "-npp", kind=ranges(0), metavar="N,..", text="prompt tokens of each sequence (128)")

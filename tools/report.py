@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pyggml.errors import FormatError
-from pyggml.tools.common import note, read_text
+from pyggml.tools.common import counted, note, read_text
 from pyggml.tools.records import Row
 
 NEEDED = ("n_prompt", "n_gen", "n_ubatch", "avg_ts")
@@ -106,7 +106,8 @@ def rate(r: Row) -> float | None:
 def report(name: str, ways: Mapping[str, list[Row]]) -> Iterator[str]:
     """One model's heading, table and cross-overs."""
     about = next(iter(ways.values()))[0]
-    machine = [str(about[k]) for k in ("cpu_info",) if about.get(k)] + [f"{about['n_threads']} threads" for k in ("n_threads",) if about.get(k)]
+    threads = {r.get("n_threads") for rows in ways.values() for r in rows}
+    machine = [str(about[k]) for k in ("cpu_info",) if about.get(k)] + [counted(n, "thread") for n in threads if n and len(threads) == 1]
     yield f"## {name}" + (f" ({', '.join(machine)})" if machine else "")
     yield ""
     cells: dict[tuple[str, int], dict[str, str]] = {}
