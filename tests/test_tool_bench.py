@@ -199,8 +199,8 @@ def test_outputs_parse(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tables_show_what_is_varied(capsys: pytest.CaptureFixture[str]) -> None:
-    heads = bench(capsys, "-p", "3", "-n", "0", "-ub", "1,2", "-tb", "1", "--type-s", "f16", "-o", "md").splitlines()[0]
-    assert all(f" {name} " in heads for name in ("n_ubatch", "threads_batch", "type_s")) and "type_r" not in heads and "n_batch" not in heads
+    heads = bench(capsys, "-p", "3", "-n", "0", "-ub", "1,2", "-tb", "1", "--type-s", "f16", "--prec", "f32", "-o", "md").splitlines()[0]
+    assert all(f" {name} " in heads for name in ("n_ubatch", "threads_batch", "type_s", "prec")) and "type_r" not in heads and "n_batch" not in heads
 
 
 def test_shares_of_the_ceiling(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ class Bench:
     def _row(self, lane: ModelLane, samples: Sequence[Sample]) -> Row:
         case, s = lane.case, lane.case.settings
         n_first = pieces(case.n_prompt, min(s.n_batch, s.n_ubatch))[0] if case.n_prompt else 1  # tokens of the first graph
-        row = self._common(case, samples) | {"type_r": s.type_r, "type_s": s.type_s} | form_ran(lane.model, s, n_first, 1)
+        row = self._common(case, samples) | {"type_r": s.type_r, "type_s": s.type_s, "prec": s.prec} | form_ran(lane.model, s, n_first, 1)
         memory = lane.ctx.memory_bytes()
         work = lane.notes.work
         row |= {"backend": s.backend, "variant": lane.label or None, "n_nodes": work.n_nodes, "n_plans_timed": lane.plans_timed,
@@ -250,7 +250,7 @@ COLUMNS = (
     Column("build_commit"), Column("build_number", int), Column("cpu_info"), Column("gpu_info"), Column("model_filename"),
     Column("model_type", str, "model"), Column("model_size", int, "size", human_bytes), Column("model_n_params", int, "params", human_count),
     Column("backend", str, "backend"), Column("n_threads", int, "threads"), Column("n_threads_batch", int), Column("n_batch", int), Column("n_ubatch", int),
-    Column("type_k"), Column("type_v"), Column("type_r"), Column("type_s"), Column("mamba2", str, "mamba2"), Column("chunk", int, "chunk"),
+    Column("type_k"), Column("type_v"), Column("type_r"), Column("type_s"), Column("prec"), Column("mamba2", str, "mamba2"), Column("chunk", int, "chunk"),
     Column("n_nodes", int, "nodes"), Column("variant"), Column("test", str, "test"), Column("n_prompt", int), Column("n_gen", int), Column("n_depth", int),
     Column("test_time"), Column("avg_ns", int), Column("stddev_ns", int), Column("avg_ts", float), Column("stddev_ts", float), Column("samples_ns"),
     Column("samples_ts"), Column("rate", float, "t/s"), Column("median_ts", float, "median", number(".2f")),
@@ -268,6 +268,7 @@ VARIED: dict[str, tuple[str, Callable[[Case], Any], Any]] = {
     "n_batch": ("n_batch", lambda c: c.settings.n_batch, 2048), "n_ubatch": ("n_ubatch", lambda c: c.settings.n_ubatch, 512),
     "type_k": ("type_k", lambda c: c.settings.type_k, "f16"), "type_v": ("type_v", lambda c: c.settings.type_v, "f16"),
     "type_r": ("type_r", lambda c: c.settings.type_r, "f32"), "type_s": ("type_s", lambda c: c.settings.type_s, "f32"),
+    "prec": ("prec", lambda c: c.settings.prec, "auto"),
 }
 
 

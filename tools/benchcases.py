@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pyggml.backends import NAMES
+from pyggml.backends.base import PRECISIONS
 from pyggml.cpu.level import n_cores
 from pyggml.models import demo_path
 from pyggml.models.layers import FORMS
@@ -119,6 +120,7 @@ class Settings:
     mamba2: Form
     chunk: int | str | None
     backend: str
+    prec: str = "auto"
     type_conv: str | None = None
 
 
@@ -143,7 +145,7 @@ def product(args: argparse.Namespace) -> list[Settings]:
     lists: list[Sequence[Any]] = [
         args.model or [str(demo_path())], args.batch_size or [2048], args.ubatch_size or [512], args.threads or [n_cores()], args.threads_batch or [None],
         args.cache_type_k or ["f16"], args.cache_type_v or ["f16"], args.type_r or ["f32"], args.type_s or ["f32"], args.mamba2 or ["auto"],
-        args.chunk or [None], args.backend or ["cpu"], getattr(args, "type_conv", None) or [None]]
+        args.chunk or [None], args.backend or ["cpu"], args.prec or ["auto"], getattr(args, "type_conv", None) or [None]]
     found = (Settings(m, b, min(ub, b), t, tb or t, *rest) for m, b, ub, t, tb, *rest in itertools.product(*lists))
     return list(dict.fromkeys(replace(s, chunk=None) if s.mamba2 == "scan" else s for s in found))
 
@@ -174,5 +176,6 @@ def context_lists(p: argparse.ArgumentParser) -> None:
     several(p, "-tb", "--threads-batch", kind=ranges(1), metavar="N,..", text="threads for graphs of several tokens per sequence (as -t)")
     several(p, "-ctk", "--cache-type-k", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(CACHE_TYPES)} (f16)")
     several(p, "-ctv", "--cache-type-v", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the V cache (f16)")
+    several(p, "--prec", kind=each(word(*PRECISIONS)), metavar="PREC,..", text="auto, or f32: no product rounds what it reads to bfloat16 (auto)")
     several(p, "--backend", kind=each(word(*(n for n in NAMES if n != "null"))), metavar="NAME,..",
             text=f"backends: {', '.join(n for n in NAMES if n != 'null')} (cpu)")

@@ -56,8 +56,9 @@ def bench_tokens(n_vocab: int, n: int) -> np.ndarray:
 
 def open_context(model: Model, s: Settings, *, n_ctx: int, n_seq_max: int = 1) -> Context:
     """A context with these settings."""
+    own = {"prec": s.prec} if s.backend == "cpu" else {}
     return model.context(backend=s.backend, threads=s.threads, threads_batch=s.threads_batch, n_ctx=n_ctx, n_ubatch=s.n_ubatch, n_seq_max=n_seq_max,
-                         mamba2=s.mamba2, chunk=s.chunk, type_k=s.type_k, type_v=s.type_v, type_r=s.type_r, type_s=s.type_s)
+                         mamba2=s.mamba2, chunk=s.chunk, type_k=s.type_k, type_v=s.type_v, type_r=s.type_r, type_s=s.type_s, **own)
 
 
 def form_ran(model: Model, s: Settings, n_seq_tokens: int, n_seqs: int) -> Row:
