@@ -145,8 +145,7 @@ class Model:
 
         `mamba2`: "auto", "scan", "ssd", or a function with the signature of `mamba2_layer` in its place. `chunk`: see
         `mamba2_layer`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16. `threads_batch`: threads of
-        graphs of more than one token per sequence (default: `threads`). `options` go to the backend: for cpu threads, level, prec ("f32":
-        nothing is rounded to less than it is stored in).
+        graphs of more than one token per sequence (default: `threads`). `options` go to the backend.
         """
         return Context(self, backend=backend, threads=threads, threads_batch=threads_batch, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max,
                        mamba2=check_mamba2(mamba2), chunk=check_chunk(chunk), options=options,

@@ -311,6 +311,54 @@ def test_plans_are_used_again(demo: Model) -> None:
     assert ctx.memory_bytes()["compute"] == compute > 0  # the smaller plan runs in the memory of the larger one
 
 
+def test_prompts_take_other_threads_than_single_tokens(demo: Model) -> None:
+    ctx, plain = demo.context(threads=1, threads_batch=2), demo.context(threads=1)
+    assert ctx.threads == 1 and ctx.batch_backend is not None and ctx.batch_backend.threads == 2 and plain.batch_backend is None
+    for ids in (IDS[:9], IDS[9:10]):
+        assert np.array_equal(ctx.decode(ids), plain.decode(ids))
+    used = {n: p.runner.team.n_threads for (n, *_), p in ctx._plans.items()}
+    assert used == {9: 2, 1: 1}
+    one, other = ctx.memory_bytes()["compute"], plain.memory_bytes()["compute"]
+    assert one > other  # an arena each
+
+
+@pytest.mark.parametrize("arch", ["mamba2", "granitehybrid", "nemotron_h"])
+def test_plans_are_made_before_the_calls_that_need_them(arch: str, tiny: dict[str, Model]) -> None:
+    ctx = tiny[arch].context(n_ctx=700, n_seq_max=2, n_ubatch=16)
+    calls = [[(0, 250), (1, 20)], [(0, 1)], [(0, 1), (1, 1)], *[[(1, 1)]] * 20]
+    ctx.prepare_batches(calls)
+    made = ctx.timings.n_plans
+    done = [0, 0]
+    for call in calls:
+        ctx.decode_batch([(s, small(done[s] + n)[done[s]:]) for s, n in call])
+        for s, n in call:
+            done[s] += n
+    assert ctx.timings.n_plans == made and done == [252, 41]
+
+
+@pytest.mark.parametrize("arch", ["mamba2", "granitehybrid", "nemotron_h"])
+def test_a_copied_sequence_goes_its_own_way(arch: str, tiny: dict[str, Model]) -> None:
+    ctx, alone = tiny[arch].context(n_ctx=64, n_seq_max=3), tiny[arch].context(n_ctx=64)
+    ids = small(20)
+    ctx.decode(small(5, seed=1), 2)  # forgotten by the copy
+    ctx.decode(ids[:10], 0)
+    ctx.copy(0, 2)
+    ctx.decode(ids[:4], 0)
+    alone.decode(ids[:10])
+    assert ctx.n_past(2) == 10 and nmse(ctx.decode(ids[10:], 2), alone.decode(ids[10:])) < 1e-12  # other cells, so another order of sums
+
+
+def test_copies_that_cannot_be(tiny: dict[str, Model]) -> None:
+    ctx = tiny["granitehybrid"].context(n_ctx=10, n_seq_max=2)
+    ctx.decode(small(6))
+    with pytest.raises(ContextError, match="full"):
+        ctx.copy(0, 1)
+    with pytest.raises(ParamError, match="onto itself"):
+        ctx.copy(0, 0)
+    with pytest.raises(ParamError, match="sequence 2"):
+        ctx.copy(0, 2)
+
+
 def test_an_interrupted_step_invalidates_its_sequences(demo: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ctx = demo.context(n_seq_max=2, **F32_CACHE)
     ctx.decode(IDS[:5], 1)

@@ -27,7 +27,8 @@ from pyggml.tools.records import FORMATS, Column, Row, number, write_rows
 def options(p: argparse.ArgumentParser) -> None:
     """Options."""
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.epilog = "Lists and ranges as for bench: 1,2,4 or 128-512*2; an option may be given several times; every combination is run.\n" + (__doc__ or "")
+    p.epilog = ("Lists and ranges as for bench: 1,2,4 or 128-512*2; an option may be given several times; every combination is run.\n\n"
+                + (__doc__ or "").partition("\n\n")[2])
     several(p, "-m", "--model", kind=each(str), metavar="FILE,..", text="GGUF files (the bundled model)")
     p.add_argument("-c", "--ctx-size", type=whole(0), default=0, metavar="N", help="largest N_KV; tests that need more are left out (0: no limit)")
     several(p, "-npp", kind=ranges(0), metavar="N,..", text="prompt tokens of each sequence (128)")
@@ -89,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         raise ParamError(f"-c {args.ctx_size}: no test fits; the smallest needs N_KV {min(b.n_kv for b in batches)}, of at least 1")
     for b in [b for b in batches if b not in fitting]:
         note(f"note: PP {b.n_prompt}, TG {b.n_gen}, B {b.n_seqs} left out: N_KV {b.n_kv}, -c {args.ctx_size}")
-    todo = list(product(args))
+    todo = product(args)
     rows = bench_rows(todo, fitting, args.repetitions)
     if args.output == "md":
         for line in table(rows, swept(todo)):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyggml.backends import NAMES
 from pyggml.cpu.level import n_cores
 from pyggml.models import demo_path
+from pyggml.models.layers import FORMS
 from pyggml.models.loader import CACHE_TYPES
 from pyggml.tools.common import chunk, form, whole
 
@@ -84,7 +85,7 @@ def several(p: argparse.ArgumentParser, *flags: str, kind: Callable[[str], Any],
 
 def sweep_options(p: argparse.ArgumentParser) -> None:
     """The Mamba2 options over which tools sweep."""
-    several(p, "--mamba2", kind=each(form), metavar="FORM,..", text="graphs of the Mamba2 layers: auto, scan, ssd, FILE.py:FUNCTION (auto)")
+    several(p, "--mamba2", kind=each(form), metavar="FORM,..", text=f"graphs of the Mamba2 layers: auto, {', '.join(FORMS)}, FILE.py:FUNCTION (auto)")
     several(p, "--chunk", kind=each(chunk), metavar="N|none,..", text="tokens per chunk of the ssd graph (default: by a limit on plan memory)")
     several(p, "--type-r", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the conv states: {', '.join(CACHE_TYPES)} (f32)")
     several(p, "--type-s", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the SSM states (f32)")
@@ -137,14 +138,14 @@ class Case:
         return "+".join(parts) + (f" @ d{self.n_depth}" if self.n_depth else "")
 
 
-def product(args: argparse.Namespace) -> Iterator[Settings]:
-    """Every combination of the options that describe how to run, models outermost."""
+def product(args: argparse.Namespace) -> list[Settings]:
+    """Every combination of the options that describe how to run, models outermost. The scan has no chunk and comes once for all of them."""
     lists: list[Sequence[Any]] = [
         args.model or [str(demo_path())], args.batch_size or [2048], args.ubatch_size or [512], args.threads or [n_cores()], args.threads_batch or [None],
         args.cache_type_k or ["f16"], args.cache_type_v or ["f16"], args.type_r or ["f32"], args.type_s or ["f32"], args.mamba2 or ["auto"],
         args.chunk or [None], args.backend or ["cpu"], getattr(args, "type_conv", None) or [None]]
-    for m, b, ub, t, tb, *rest in itertools.product(*lists):
-        yield Settings(m, b, min(ub, b), t, tb or t, *rest)
+    found = (Settings(m, b, min(ub, b), t, tb or t, *rest) for m, b, ub, t, tb, *rest in itertools.product(*lists))
+    return list(dict.fromkeys(replace(s, chunk=None) if s.mamba2 == "scan" else s for s in found))
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -155,6 +156,14 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
         for depth in args.n_depth or [0]:
             tests = [*((p, 0) for p in prompts if p), *((0, n) for n in gens if n), *(args.pg or [])]
             yield from (Case(settings, p, n, depth) for p, n in tests)
+
+
+def grouped(todo: Iterable[Case]) -> list[list[Case]]:
+    """Cases that differ in nothing but form and chunk together, in the order of each one's first."""
+    groups: dict[Case, list[Case]] = {}
+    for case in todo:
+        groups.setdefault(replace(case, settings=replace(case.settings, mamba2="", chunk=None)), []).append(case)
+    return list(groups.values())
 
 
 def context_lists(p: argparse.ArgumentParser) -> None:

@@ -76,7 +76,7 @@ def replaced_op(text: str) -> Swap:
     registered = next((k for k in op.kernels.get("cpu", ()) if k.fn is fn), None)
     for d in OPS.values():  # a file that registers kernels would otherwise change the base that it is held against
         if d.name in before:
-            d.kernels["cpu"] = before[d.name]
+            d.kernels.setdefault("cpu", [])[:] = before[d.name]
     label = f"{op.name}={where}"
     if registered is None and not _takes_items(fn):
         return Swap(op.name, label, lambda *args, **kwargs: _checked(op, label, fn(*args, **kwargs), args, kwargs))

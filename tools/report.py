@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pyggml.errors import FormatError
-from pyggml.tools.common import note, read_text
+from pyggml.tools.common import counted, note, read_text
 from pyggml.tools.records import Row
 
 NEEDED = ("n_prompt", "n_gen", "n_ubatch", "avg_ts")
@@ -37,7 +37,8 @@ def main(args: argparse.Namespace) -> int:
     rows = [r for path in args.results for r in read_results(path)]
     models = by_model(rows)
     print("\n\n".join("\n".join(report(name, found)) for name, found in models.items()))
-    prefill = {name: series for name, found in models.items() if any(len(points) > 1 for points in (series := prefill_series(found)).values())}
+    prefill = {name: prefill_series(found) for name, found in models.items()}
+    prefill = {name: series for name, series in prefill.items() if any(len(points) > 1 for points in series.values())}
     if args.no_plot:
         return 0
     if not prefill:
@@ -51,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
 def read_results(path: str) -> list[Row]:
     """The rows of a file, a JSON array or a row per line; FormatError for anything else."""
-    text = read_text(path, "report")
+    text = read_text(path, "file")
     try:
         rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
     except json.JSONDecodeError as e:
@@ -80,11 +81,11 @@ def _ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     details = {k: text for k, text in DETAILS.items() if len(values(k, rows)) > 1}
     ways: dict[str, list[Row]] = {}
     for r in rows:
-        form = r.get("mamba2") or (r.get("backend") if r.get("backend") == "llama.cpp" or "mamba2" not in r else "model")
+        form = r.get("mamba2") or ("llama.cpp" if "mamba2" not in r else r.get("backend"))  # of llama-bench, of a peer, of a model without Mamba2 layers
         # A chunk stands in the name when the form ran with several at one ubatch; else it follows from the ubatch.
         same = [x for x in rows if all(x.get(k) == r.get(k) for k in ("mamba2", "n_ubatch", "n_prompt", "n_gen"))]
         parts = [f"{form} chunk {r['chunk']}" if r.get("chunk") and len(values("chunk", same)) > 1 else str(form)]
-        parts += [str(r["variant"])] * bool(r.get("variant")) + [text.format(r[k]) for k, text in details.items() if r.get(k) is not None]
+        parts += [str(v) for v in [r.get("variant")] if v] + [text.format(r[k]) for k, text in details.items() if r.get(k) is not None]
         ways.setdefault(", ".join(parts), []).append(r)
     return ways
 
@@ -105,7 +106,8 @@ def rate(r: Row) -> float | None:
 def report(name: str, ways: Mapping[str, list[Row]]) -> Iterator[str]:
     """One model's heading, table and cross-overs."""
     about = next(iter(ways.values()))[0]
-    machine = [str(about[k]) for k in ("cpu_info",) if about.get(k)] + [f"{about['n_threads']} threads" for k in ("n_threads",) if about.get(k)]
+    threads = {r.get("n_threads") for rows in ways.values() for r in rows}
+    machine = [str(about[k]) for k in ("cpu_info",) if about.get(k)] + [counted(n, "thread") for n in threads if n and len(threads) == 1]
     yield f"## {name}" + (f" ({', '.join(machine)})" if machine else "")
     yield ""
     cells: dict[tuple[str, int], dict[str, str]] = {}
@@ -119,8 +121,7 @@ def report(name: str, ways: Mapping[str, list[Row]]) -> Iterator[str]:
         yield f"| {test} | {ubatch or ''} | " + " | ".join(found.get(way, "") for way in ways) + " |"
     yield ""
     yield "Tokens per second, medians of the repetitions."
-    for line in crossings(prefill_series(ways)):
-        yield line
+    yield from crossings(prefill_series(ways))
 
 
 def prefill_series(ways: Mapping[str, list[Row]]) -> dict[str, Points]:
