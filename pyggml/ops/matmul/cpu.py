@@ -325,3 +325,6 @@ def mul_mat_outer(out: Any, a: Any, b: Any, mb: Any, nb: Any, i0: Any, i1: Any) 
                 outer_tile(a_k, a.nb0, at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1, k, at(o_p, j * out.nb1), out.nb1, first)
             for j in range(whole, n1):
                 outer_edge(a_k, a.nb0, at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1, k, at(o_p, j * out.nb1), out.nb1, first)
+
+
+from pyggml.ops.matmul import panels as panels  # noqa: E402  registered after the kernels above, so tried first
