@@ -376,6 +376,11 @@ def _ssm_conv(node: Node) -> Call:
     return Call("ssm_conv", (sx, c))
 
 
+@maps("SSD_SCAN")
+def _ssd_scan(node: Node) -> Call:
+    raise Refused("ggml has no chunked state-space product")
+
+
 @maps("SSM_SCAN")
 def _ssm_scan(node: Node) -> Call:
     s, x, dt, decay, b, c, ids = _inputs(node)
