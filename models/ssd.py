@@ -110,9 +110,9 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
     s_in = cont(view(by_chunk, [np_, h, nc, s], list(by_chunk.nb[1:])))
     new_state = cont(view(by_chunk, [np_, h, 1, s], list(by_chunk.nb[1:]), nc * by_chunk.nb[2]))
 
-    y_inter = name(mul_mat(c, reshape(s_in, [n_state, p, h, w])), "y_prev")      # [Q, P, H, W]
+    y_inter = name(mul_mat(reshape(s_in, [n_state, p, h, w]), c), "y_prev")      # [P, Q, H, W]
     from_start = name(exp(cast(cs, "f32")), "exp_dtA_cumsum")                    # [H, Q, W]
-    y_inter = mul(permute(y_inter, 2, 0, 1, 3), reshape(from_start, [1, h, q, w]))
+    y_inter = mul(permute(y_inter, 0, 2, 1, 3), reshape(from_start, [1, h, q, w]))
     y = add(name(y_inter, "y_prev_mul"), permute(y_intra, 0, 2, 1, 3))
     y = add(name(y, "y_chunk_updated"), mul(x, d))                               # [P, H, Q, W]
     return reshape(y, [p, h, nc * q, s]), reshape(new_state, [n_state, p, h, s])

@@ -159,6 +159,8 @@ def _cast(node: Node) -> Call:
 def _binary(node: Node) -> Call:
     a, b = _inputs(node)
     _types("a", a, *SINGLE)
+    if any(m > n for m, n in zip(a.ne[2:], b.ne[2:], strict=True)):
+        raise Refused("ggml repeats a's batches, not b's")
     _types("b", b, *((F32,) if a.dtype is F32 else (a.dtype, F32)))
     _need(node.out.dtype is a.dtype, f"the result is {node.out.dtype.name}; ggml gives a's type, {a.dtype.name}")
     _need(node.out.ne == a.ne, "a is broadcast; ggml repeats b alone")
@@ -309,6 +311,8 @@ def _set_rows(node: Node) -> Call:
 @maps("MUL_MAT")
 def _mul_mat(node: Node) -> Call:
     a, b = _inputs(node)
+    if any(m > n for m, n in zip(a.ne[2:], b.ne[2:], strict=True)):
+        raise Refused("ggml repeats a's batches, not b's")
     _types("b", b, *((F32,) if a.dtype is F32 or a.dtype.is_quantized else (F32, a.dtype)))
     dense = [t.nb[0] == t.dtype.nbytes and (t is b or t.nb[0] <= t.nb[1]) for t in (a, b)]
     return Call("mul_mat", tuple(t if ok else Copied(t) for t, ok in zip((a, b), dense, strict=True)))
@@ -370,6 +374,11 @@ def _ssm_conv(node: Node) -> Call:
     _need(sx.nb[1] == sx.ne[0] * sx.nb[0], "sx has gaps between channels; ggml takes channels one after the other")
     _packed("c", c)
     return Call("ssm_conv", (sx, c))
+
+
+@maps("SSD_SCAN")
+def _ssd_scan(node: Node) -> Call:
+    raise Refused("ggml has no chunked state-space product")
 
 
 @maps("SSM_SCAN")
