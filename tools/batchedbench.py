@@ -158,11 +158,11 @@ COLUMNS = (
     Column("model_filename"), Column("n_batch", int), Column("n_ubatch", int), Column("n_threads", int), Column("n_threads_batch", int), Column("type_k"),
     Column("type_v"), Column("is_pp_shared", bool),
     *(Column(name, int if spec[-1] == "d" else float, head, number(spec.lstrip("68"))) for head, name, spec in CELLS),
-    Column("mamba2"), Column("chunk", int), Column("type_r"), Column("type_s"), Column("type_conv"), Column("prec"),
+    Column("mamba2"), Column("chunk", int), Column("ssd_precision"), Column("type_r"), Column("type_s"), Column("type_conv"), Column("prec"),
 )
-SWEPT = {"model_filename": "model", "n_batch": "n_batch", "n_ubatch": "n_ubatch", "n_threads": "threads", "n_threads_batch": "threads_batch",
-         "type_k": "type_k", "type_v": "type_v", "mamba2": "mamba2", "chunk": "chunk", "type_r": "type_r", "type_s": "type_s", "type_conv": "type_conv",
-         "prec": "prec"}
+SWEPT = {"model_filename": "model", **{name: name for name in ("n_batch", "n_ubatch", "type_k", "type_v", "mamba2", "chunk", "ssd_precision", "type_r",
+                                                               "type_s", "type_conv", "prec")},
+         "n_threads": "threads", "n_threads_batch": "threads_batch"}
 
 
 def swept(todo: Sequence[Settings]) -> list[str]:

@@ -109,7 +109,7 @@ class Bench:
             self.peer.close()
 
     def rows(self, group: Sequence[Case]) -> list[Row]:
-        """The rows of cases that differ in form and chunk alone, which take turns: each as it is and with each op swapped, then the peer's."""
+        """The rows of cases that differ in form, chunk and precision of it alone, which take turns: each as it is and with each op swapped, then the peer's."""
         if self.n_done:
             time.sleep(self.args.delay)
         self.n_done += 1
@@ -179,7 +179,7 @@ class Bench:
             if self.args.ceiling and s.backend == "cpu":
                 most = ceiling(work.nbytes / work.n_runs, lane.ctx.threads if not case.n_prompt else s.threads_batch)
                 row |= {"gflops_share": work.flops / seconds / most.flops, "gbps_share": work.nbytes / seconds / most.bytes_per_second}
-        how = f"{row['mamba2']}" + (f" chunk {row['chunk']}" if row["chunk"] else "")
+        how = " ".join([str(row["mamba2"]), *([f"chunk {row['chunk']}"] if row["chunk"] else []), *([row["ssd_precision"]] if row["ssd_precision"] else [])])
         free = any(swap.free for swap in lane.swaps.values())
         row["rate"] = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
         if free:
@@ -233,12 +233,12 @@ class Bench:
 
 def file_type(model: Model) -> str:
     """llama.cpp's name of a file's weight types: as the file says, else the type of most bytes."""
-    number_of = {number: name for name, (_, number) in FILE_TYPES.items()}
+    names = {n: name for name, (_, n) in FILE_TYPES.items()}
     sizes: dict[str, int] = {}
     for t in model.file.tensors.values():
         sizes[t.dtype.name] = sizes.get(t.dtype.name, 0) + t.nbytes
     said = model.metadata.get("general.file_type")
-    return number_of[said] if said in number_of else max(sizes, key=lambda k: sizes[k]).upper()
+    return names[said] if isinstance(said, int) and said in names else max(sizes, key=lambda k: sizes[k]).upper()
 
 
 # -- as a table -----------------------------------------------------------------------------------------------------------
@@ -250,9 +250,9 @@ COLUMNS = (
     Column("build_commit"), Column("build_number", int), Column("cpu_info"), Column("gpu_info"), Column("model_filename"),
     Column("model_type", str, "model"), Column("model_size", int, "size", human_bytes), Column("model_n_params", int, "params", human_count),
     Column("backend", str, "backend"), Column("n_threads", int, "threads"), Column("n_threads_batch", int), Column("n_batch", int), Column("n_ubatch", int),
-    Column("type_k"), Column("type_v"), Column("type_r"), Column("type_s"), Column("prec"), Column("mamba2", str, "mamba2"), Column("chunk", int, "chunk"),
-    Column("n_nodes", int, "nodes"), Column("variant"), Column("test", str, "test"), Column("n_prompt", int), Column("n_gen", int), Column("n_depth", int),
-    Column("test_time"), Column("avg_ns", int), Column("stddev_ns", int), Column("avg_ts", float), Column("stddev_ts", float), Column("samples_ns"),
+    Column("type_k"), Column("type_v"), Column("type_r"), Column("type_s"), Column("prec"), Column("mamba2", str, "mamba2"),
+    Column("chunk", int, "chunk"), Column("ssd_precision"), Column("n_nodes", int, "nodes"), Column("variant"), Column("test", str, "test"), Column("n_prompt", int),
+    Column("n_gen", int), Column("n_depth", int), Column("test_time"), Column("avg_ns", int), Column("stddev_ns", int), Column("avg_ts", float), Column("stddev_ts", float), Column("samples_ns"),
     Column("samples_ts"), Column("rate", float, "t/s"), Column("median_ts", float, "median", number(".2f")),
     Column("spread", float, "spread", number(".0%")),
     Column("vs_base", float), Column("op_share", float), Column("amdahl", float), Column("vs_peer", float), Column("n_swapped", int),
@@ -268,7 +268,7 @@ VARIED: dict[str, tuple[str, Callable[[Case], Any], Any]] = {
     "n_batch": ("n_batch", lambda c: c.settings.n_batch, 2048), "n_ubatch": ("n_ubatch", lambda c: c.settings.n_ubatch, 512),
     "type_k": ("type_k", lambda c: c.settings.type_k, "f16"), "type_v": ("type_v", lambda c: c.settings.type_v, "f16"),
     "type_r": ("type_r", lambda c: c.settings.type_r, "f32"), "type_s": ("type_s", lambda c: c.settings.type_s, "f32"),
-    "prec": ("prec", lambda c: c.settings.prec, "auto"),
+    "prec": ("prec", lambda c: c.settings.prec, "auto"), "ssd_precision": ("ssd prec", lambda c: c.settings.ssd_precision, "f32"),
 }
 
 

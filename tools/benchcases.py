@@ -15,7 +15,8 @@ from pyggml.cpu.level import n_cores
 from pyggml.models import demo_path
 from pyggml.models.layers import FORMS
 from pyggml.models.loader import CACHE_TYPES
-from pyggml.tools.common import chunk, form, whole
+from pyggml.ops.ssd.defs import SSD_PRECISIONS
+from pyggml.tools.common import chunk, form, precision, whole
 
 Form = str | Callable[..., Any]
 MAX_VALUES = 10_000  # of one range: more is a slip of the pen
@@ -87,7 +88,8 @@ def several(p: argparse.ArgumentParser, *flags: str, kind: Callable[[str], Any],
 def sweep_options(p: argparse.ArgumentParser) -> None:
     """The Mamba2 options over which tools sweep."""
     several(p, "--mamba2", kind=each(form), metavar="FORM,..", text=f"graphs of the Mamba2 layers: auto, {', '.join(FORMS)}, FILE.py:FUNCTION (auto)")
-    several(p, "--chunk", kind=each(chunk), metavar="N|none,..", text="tokens per chunk of the ssd graph (default: by a limit on plan memory)")
+    several(p, "--chunk", kind=each(chunk), metavar="N|none,..", text="tokens per chunk of the ssd forms (default: by a limit on plan memory)")
+    several(p, "--ssd-precision", kind=each(precision), metavar="P,..", text=f"precisions of ssd-fused: {', '.join(SSD_PRECISIONS)} (f32)")
     several(p, "--type-r", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the conv states: {', '.join(CACHE_TYPES)} (f32)")
     several(p, "--type-s", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the SSM states (f32)")
 
@@ -121,6 +123,7 @@ class Settings:
     chunk: int | str | None
     backend: str
     prec: str = "auto"
+    ssd_precision: str = "f32"
     type_conv: str | None = None
 
 
@@ -141,13 +144,16 @@ class Case:
 
 
 def product(args: argparse.Namespace) -> list[Settings]:
-    """Every combination of the options that describe how to run, models outermost. The scan has no chunk and comes once for all of them."""
+    """Every combination of the options that describe how to run, models outermost. A form comes once for all values of what it does not have:
+    chunks in scan, the precision of ssd-fused in scan and ssd."""
     lists: list[Sequence[Any]] = [
         args.model or [str(demo_path())], args.batch_size or [2048], args.ubatch_size or [512], args.threads or [n_cores()], args.threads_batch or [None],
         args.cache_type_k or ["f16"], args.cache_type_v or ["f16"], args.type_r or ["f32"], args.type_s or ["f32"], args.mamba2 or ["auto"],
-        args.chunk or [None], args.backend or ["cpu"], args.prec or ["auto"], getattr(args, "type_conv", None) or [None]]
+        args.chunk or [None], args.backend or ["cpu"], args.prec or ["auto"],
+        args.ssd_precision or ["f32"], getattr(args, "type_conv", None) or [None]]
     found = (Settings(m, b, min(ub, b), t, tb or t, *rest) for m, b, ub, t, tb, *rest in itertools.product(*lists))
-    return list(dict.fromkeys(replace(s, chunk=None) if s.mamba2 == "scan" else s for s in found))
+    return list(dict.fromkeys(replace(s, chunk=None if s.mamba2 == "scan" else s.chunk,
+                                      ssd_precision="f32" if s.mamba2 in ("scan", "ssd") else s.ssd_precision) for s in found))
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -161,10 +167,10 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def grouped(todo: Iterable[Case]) -> list[list[Case]]:
-    """Cases that differ in nothing but form and chunk together, in the order of each one's first."""
+    """Cases that differ in nothing but form, chunk and its precision together, in the order of each one's first."""
     groups: dict[Case, list[Case]] = {}
     for case in todo:
-        groups.setdefault(replace(case, settings=replace(case.settings, mamba2="", chunk=None)), []).append(case)
+        groups.setdefault(replace(case, settings=replace(case.settings, mamba2="", chunk=None, ssd_precision="")), []).append(case)
     return list(groups.values())
 
 

@@ -58,16 +58,23 @@ def open_context(model: Model, s: Settings, *, n_ctx: int, n_seq_max: int = 1) -
     """A context with these settings."""
     own = {"prec": s.prec} if s.backend == "cpu" else {}
     return model.context(backend=s.backend, threads=s.threads, threads_batch=s.threads_batch, n_ctx=n_ctx, n_ubatch=s.n_ubatch, n_seq_max=n_seq_max,
-                         mamba2=s.mamba2, chunk=s.chunk, type_k=s.type_k, type_v=s.type_v, type_r=s.type_r, type_s=s.type_s, **own)
+                         mamba2=s.mamba2, chunk=s.chunk, ssd_precision=s.ssd_precision, type_k=s.type_k, type_v=s.type_v, type_r=s.type_r,
+                         type_s=s.type_s, **own)
 
 
 def form_ran(model: Model, s: Settings, n_seq_tokens: int, n_seqs: int) -> Row:
-    """Which Mamba2 form a graph of so many tokens takes, and its chunk; None for what there is not."""
+    """Which Mamba2 form a graph of so many tokens takes, and its chunk (ssd-fused chooses its own when none is given) and precision; None for
+    what there is not."""
+    row: Row = {"mamba2": None, "chunk": None, "ssd_precision": None}
     if not model.has_recurrent_state:
-        return {"mamba2": None, "chunk": None}
+        return row
     ran = model.form_for(s.mamba2, n_seq_tokens)
-    q = None if ran in ("scan", "user") else chunk_size(s.chunk, n_seq_tokens, n_seqs, SSM(model.hparams).n_head)
-    return {"mamba2": form_name(s.mamba2) if ran == "user" else ran, "chunk": q}
+    row["mamba2"] = form_name(s.mamba2) if ran == "user" else ran
+    if ran == "ssd" or (ran == "ssd-fused" and s.chunk is not None):
+        row["chunk"] = chunk_size(s.chunk, n_seq_tokens, n_seqs, SSM(model.hparams).n_head)
+    if ran == "ssd-fused":
+        row["ssd_precision"] = s.ssd_precision
+    return row
 
 
 class Models:

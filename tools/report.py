@@ -21,7 +21,7 @@ from pyggml.tools.records import Row
 NEEDED = ("n_prompt", "n_gen", "n_ubatch", "avg_ts")
 # What tells results of one test apart, besides form, chunk, variant and engine: named where a model's results differ in it.
 DETAILS = {"n_threads": "{} threads", "n_depth": "depth {}", "n_batch": "batch {}", "type_k": "K {}", "type_v": "V {}", "type_r": "conv state {}",
-           "type_s": "SSM state {}", "prec": "precision {}"}
+           "type_s": "SSM state {}", "prec": "prec {}", "ssd_precision": "ssd precision {}"}
 Points = dict[int, float]  # tokens per second by ubatch
 
 
