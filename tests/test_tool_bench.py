@@ -27,7 +27,7 @@ from pyggml.tools import bench as tool
 from pyggml.tools import main
 from pyggml.tools.benchcases import Case, Settings, cases, product, ranges
 from pyggml.tools.benchrun import LogitsCheck, ModelLane, cast_conv, rates
-from pyggml.tools.benchswap import BenchBackend, Notes, Swap, free_op, replaced_op
+from pyggml.tools.benchswap import BenchBackend, Notes, Variant, free_ops, replaced_op
 
 # The fields of llama-bench's JSON that hold for a CPU.
 LLAMA_BENCH = ("build_commit build_number cpu_info gpu_info model_filename model_type model_size model_n_params n_batch n_ubatch n_threads type_k type_v "
@@ -223,9 +223,9 @@ def test_shares_of_the_ceiling(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 # -- swapped ops ----------------------------------------------------------------------------------------------------------
 
-def run_swapped(swap: Swap, y: pg.Tensor, x: pg.Tensor, value: np.ndarray) -> tuple[np.ndarray, list[str]]:
+def run_swapped(variant: Variant, y: pg.Tensor, x: pg.Tensor, value: np.ndarray) -> tuple[np.ndarray, list[str]]:
     """The value of y with an op swapped, and the kernels that made it."""
-    runner = BenchBackend(CpuBackend(threads=2), {swap.op: swap}, Notes()).compile(pg.Graph([y]))
+    runner = BenchBackend(CpuBackend(threads=2), variant.stand_ins, Notes()).compile(pg.Graph([y]))
     runner.set(x, value)
     runner.run()
     return runner.get(y), [s.kernel_name for s in runner.plan.steps]
@@ -236,15 +236,16 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3) - 2
 
 def test_a_free_op_in_a_chain_is_the_identity() -> None:
     x = pg.tensor([3, 2])
-    got, kernels = run_swapped(free_op("exp"), pg.scale(pg.exp(x), 3.0), x, X)
+    got, kernels = run_swapped(free_ops("exp"), pg.scale(pg.exp(x), 3.0), x, X)
     assert np.array_equal(got.reshape(2, 3), 3 * X) and len(kernels) == 1
 
 
 def test_a_free_op_of_its_own_step_does_nothing() -> None:
     x = pg.tensor([3, 2])
     y = pg.cumsum(pg.exp(x))
-    assert run_swapped(free_op("EXP"), y, x, X)[1][0] == "nothing"
-    assert run_swapped(free_op("CUMSUM"), y, x, X)[1][1] == "nothing"
+    assert run_swapped(free_ops("EXP"), y, x, X)[1][0] == "nothing"
+    assert run_swapped(free_ops("CUMSUM"), y, x, X)[1][1] == "nothing"
+    assert run_swapped(free_ops("cumsum+exp"), y, x, X)[1] == ["nothing"] * 2
 
 
 def test_free_ops_in_a_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +255,7 @@ def test_free_ops_in_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert free["vs_base"] == pytest.approx(free["median_ts"] / base["median_ts"])
     assert 0 < free["op_share"] < 1 and free["amdahl"] == pytest.approx(1 / (1 - free["op_share"]))
     model = pg.load_model(pg.models.demo_path())
-    lane = ModelLane(model, Case(settings(), 4, 0), SharedMemory(), free_op("SSM_SCAN"))
+    lane = ModelLane(model, Case(settings(), 4, 0), SharedMemory(), free_ops("SSM_SCAN"))
     lane.warm_up()
     (planned,) = lane.ctx._plans.values()
     names = {n.op.name: s.kernel_name for s in planned.runner.plan.steps for n in s.nodes}

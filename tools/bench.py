@@ -1,10 +1,10 @@
 """`pyggml bench`: how fast a model runs, in the manner of llama-bench; what it would gain if an op were free or another kernel took its place;
 where the time goes; the same runs on llama.cpp.
 
---noop OP[,OP] runs every test once more with the op's kernel doing nothing, so that one sees the ceiling before a better kernel is written. The row's
-output is invalid by design. --replace OP=MODULE:FUNCTION (or FILE.py:FUNCTION) swaps the op for yours: a kernel, which is a function whose last
-arguments are i0 and i1 (with @kernel its options hold too), or a function with the op's own signature that builds the result from other ops.
-Base and variants take turns, repetition by repetition.
+--noop OP[,OP] runs every test once more for each op, with the op's kernel doing nothing, so that one sees the ceiling before a better kernel is
+written (OP+OP: both at once). The row's output is invalid by design. --replace OP=MODULE:FUNCTION (or FILE.py:FUNCTION) swaps the op for yours: a
+kernel, which is a function whose last arguments are i0 and i1 (with @kernel its options hold too), or a function with the op's own signature that
+builds the result from other ops. Base and variants take turns, repetition by repetition.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pyggml.tools.benchcases import Case, cases, context_lists, each, grouped, i
 from pyggml.tools.benchpeer import Peer, PeerLane, find_peer
 from pyggml.tools.benchprofile import PROFILE, op_share, profile_rows, show_profile
 from pyggml.tools.benchrun import LogitsCheck, ModelLane, Models, Rates, Sample, bench_tokens, form_ran, pieces, rates, take_turns
-from pyggml.tools.benchswap import Swap, free_op, replaced_op
+from pyggml.tools.benchswap import Variant, free_ops, replaced_op
 from pyggml.tools.common import form_name, human_bytes, human_count, note, whole
 from pyggml.tools.probe import ceiling
 from pyggml.tools.records import FORMATS, Column, Row, number, write_rows
@@ -51,7 +51,7 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("-r", "--repetitions", type=whole(1), default=5, metavar="N", help="repetitions of each test (5)")
     context_lists(p)
     sweep_options(p)
-    several(p, "--noop", kind=each(str), metavar="OP,..", text="run each test again as if these ops were free")
+    several(p, "--noop", kind=each(str), metavar="OP,..", text="run each test again for each of these ops as if it were free; OP+OP: several at once")
     p.add_argument("--replace", action="append", metavar="OP=MODULE:FUNCTION",
                    help="run each test again with the op swapped for a kernel or a graph of yours")
     p.add_argument("--profile", action="store_true",
@@ -96,7 +96,7 @@ class Bench:
         self.args = args
         self.models = Models()
         self.check = LogitsCheck()
-        self.swaps: list[Swap] = [*map(free_op, args.noop or ()), *map(replaced_op, args.replace or ())]
+        self.variants: list[Variant] = [*map(free_ops, args.noop or ()), *map(replaced_op, args.replace or ())]
         self.peer: Peer | None = find_peer(args.peer) if args.peer else None
         self.machine = describe()
         self.profiles: list[list[Row]] = []
@@ -109,7 +109,7 @@ class Bench:
             self.peer.close()
 
     def rows(self, group: Sequence[Case]) -> list[Row]:
-        """The rows of cases that differ in form, chunk and precision of it alone, which take turns: each as it is and with each op swapped, then the peer's."""
+        """The rows of cases that differ in form, chunk and its precision alone, which take turns: each as it is and in each variant, then the peer's."""
         if self.n_done:
             time.sleep(self.args.delay)
         self.n_done += 1
@@ -123,32 +123,32 @@ class Bench:
         found = take_turns([*lanes, *peer], self.args.repetitions, self.peer.settle if self.peer else lambda: None)
         rows = [self._row(lane, samples) for lane, samples in zip(lanes, found, strict=False)]
         for i, lane in enumerate(lanes):
-            if not lane.swaps:
-                n = 1 + sum(x.case is lane.case and bool(x.swaps) for x in lanes)
+            if lane.variant is None:
+                n = sum(x.case is lane.case for x in lanes)
                 self._compare(lanes[i:i + n], rows[i:i + n])
         if peer:
             rows.append(self._peer_row(first, peer[0].label, found[0][-1], found[-1]))
             for lane, row in zip(lanes, rows, strict=False):
-                if row["median_ts"] and not lane.swaps:
+                if row["median_ts"] and lane.variant is None:
                     row["vs_peer"] = row["median_ts"] / rows[-1]["median_ts"]
         for lane in lanes:
             lane.ctx.close()
         return rows
 
     def _lanes(self, model: Model, group: Sequence[Case]) -> list[ModelLane]:
-        """A lane per case and one per swap whose op is in the case's graphs, warmed up."""
+        """A lane per case and one per variant whose ops are in the case's graphs, warmed up."""
         lanes = []
         arena = SharedMemory()  # lanes run one at a time
         for case in group:
-            for swap in (None, *self.swaps):
-                lane = ModelLane(model, case, arena, swap, self.args.warmup)
+            for variant in (None, *self.variants):
+                lane = ModelLane(model, case, arena, variant, self.args.warmup)
                 compiled = STATS.seconds
                 lane.warm_up()
                 lane.compile_s = STATS.seconds - compiled
-                if swap is None or lane.notes.n_swapped:
+                if variant is None or lane.notes.n_swapped:
                     lanes.append(lane)
                 else:
-                    self._note_once(f"note: {lane.label}: left out of {case.name}, {form_name(case.settings.mamba2)}: no such op in its graphs")
+                    self._note_once(f"note: {variant.text}: left out of {case.name}, {form_name(case.settings.mamba2)}: no such op in its graphs")
         return lanes
 
     def _peer_lane(self, model: Model, case: Case) -> list[PeerLane]:
@@ -169,26 +169,25 @@ class Bench:
         row = self._common(case, samples) | {"type_r": s.type_r, "type_s": s.type_s, "prec": s.prec} | form_ran(lane.model, s, n_first, 1)
         memory = lane.ctx.memory_bytes()
         work = lane.notes.work
-        row |= {"backend": s.backend, "variant": lane.label or None, "n_nodes": work.n_nodes, "n_plans_timed": lane.plans_timed,
+        row |= {"backend": s.backend, "variant": lane.variant and lane.variant.text, "n_nodes": work.n_nodes, "n_plans_timed": lane.plans_timed,
                 "mem_weights": lane.model.nbytes, "mem_kv": memory["kv"], "mem_state": memory["state"], "mem_compute": memory["compute"],
                 "memory": "/".join(f"{memory[k] / (1 << 20):.1f}" for k in ("kv", "state", "compute")), "build_commit": f"pyggml {__version__}",
                 "compile_s": lane.compile_s, "plan_s": lane.ctx.timings.plan_seconds - lane.compile_s}
-        if not lane.swaps:
+        if lane.variant is None:
             seconds = float(np.median([s.seconds for s in samples]))
             row |= {"gflops": work.flops / seconds / 1e9, "gbps": work.nbytes / seconds / 1e9}
             if self.args.ceiling and s.backend == "cpu":
                 most = ceiling(work.nbytes / work.n_runs, lane.ctx.threads if not case.n_prompt else s.threads_batch)
                 row |= {"gflops_share": work.flops / seconds / most.flops, "gbps_share": work.nbytes / seconds / most.bytes_per_second}
         how = " ".join([str(row["mamba2"]), *([f"chunk {row['chunk']}"] if row["chunk"] else []), *([row["ssd_precision"]] if row["ssd_precision"] else [])])
-        free = any(swap.free for swap in lane.swaps.values())
         row["rate"] = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
-        if free:
+        if lane.variant is not None and lane.variant.free:
             return {**row, "check": "invalid by design"}
         row["logits_nmse"], fault = self.check.error(case, how, samples[-1].logits)
         row["check"] = fault or "ok"
         if fault is not None:
             self.n_faults += 1
-            note(f"bench: {case.name}, {lane.label or how}: {fault}; no speed is reported")
+            note(f"bench: {case.name}, {row['variant'] or how}: {fault}; no speed is reported")
             row |= {**dict.fromkeys(SPEEDS), "rate": "wrong"}
         return row
 
@@ -217,12 +216,12 @@ class Bench:
         if self.args.profile:
             self.profiles.append(profile_rows(times, profiled.seconds, base))
         for lane, row in zip(lanes[1:], rows[1:], strict=True):
-            (op,) = lane.swaps
-            part = op_share(times, op, profiled.seconds)
+            assert lane.variant is not None
+            part = op_share(times, lane.variant.stand_ins, profiled.seconds)
             row |= {"n_swapped": lane.notes.n_swapped, "op_share": part}
             if base["median_ts"] and row["median_ts"]:
                 row["vs_base"] = row["median_ts"] / base["median_ts"]
-            if lane.swaps[op].free:
+            if lane.variant.free:
                 row["amdahl"] = 1.0 / (1.0 - part)
 
     def _peer_row(self, case: Case, label: str, ours: Sample, samples: Sequence[Sample]) -> Row:

@@ -6,7 +6,7 @@ left of the wall time is `host`: inputs, logits, Python between two graphs. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -49,9 +49,9 @@ def _rows(times: Sequence[StepTimes], wall: float, key: Callable[[Step], str]) -
             for k, (s, f, b, n) in sums.items()]
 
 
-def op_share(times: Sequence[StepTimes], op: str, wall: float) -> float:
-    """Share of a run's wall time that an op takes. The time of a fused step counts evenly for each of its ops."""
-    return sum(seconds * sum(n.op.name == op for n in step.nodes) / len(step.nodes)
+def op_share(times: Sequence[StepTimes], ops: Container[str], wall: float) -> float:
+    """Share of a run's wall time that some ops take. The time of a fused step counts evenly for each of its ops."""
+    return sum(seconds * sum(n.op.name in ops for n in step.nodes) / len(step.nodes)
                for t in times for step, seconds in zip(t.plan.steps, t.seconds.tolist(), strict=True)) / wall
 
 

@@ -19,7 +19,7 @@ from pyggml.runtime.context import Context
 from pyggml.tensor import tensor
 from pyggml.testing import nmse
 from pyggml.tools.benchcases import Case, Settings
-from pyggml.tools.benchswap import BenchBackend, Notes, Swap, Work
+from pyggml.tools.benchswap import BenchBackend, Notes, Variant, Work
 from pyggml.tools.common import form_name
 from pyggml.tools.records import Row
 
@@ -39,8 +39,6 @@ class Sample:
 
 class Lane(Protocol):
     """A way to run one case."""
-
-    label: str
 
     def warm_up(self) -> None:
         """Do all that is done once."""
@@ -109,13 +107,11 @@ def pieces(n: int, n_batch: int) -> list[int]:
 
 
 class ModelLane:
-    """A case on pyggml, with an op swapped when there is a `swap`. Lanes that run one at a time share an arena. `notes.work` is what the last
+    """A case on pyggml, as it is or in a variant of it. Lanes that run one at a time share an arena. `notes.work` is what the last
     run came to; `plans_timed` counts plans made inside timed runs, `compile_s` the seconds of compiling before them."""
 
-    def __init__(self, model: Model, case: Case, arena: SharedMemory, swap: Swap | None = None, warm: bool = True) -> None:
-        self.model, self.case, self.warm = model, case, warm
-        self.swaps = {swap.op: swap} if swap else {}
-        self.label = swap.text if swap else ""
+    def __init__(self, model: Model, case: Case, arena: SharedMemory, variant: Variant | None = None, warm: bool = True) -> None:
+        self.model, self.case, self.variant, self.warm = model, case, variant, warm
         self.notes = Notes()
         self.plans_timed = 0
         self.compile_s = 0.0
@@ -129,7 +125,7 @@ class ModelLane:
     def _noting(self, backend: Backend, arena: SharedMemory) -> BenchBackend:
         if isinstance(backend, CpuBackend):
             backend.memory = arena
-        return BenchBackend(backend, self.swaps, self.notes)
+        return BenchBackend(backend, self.variant.stand_ins if self.variant else {}, self.notes)
 
     def warm_up(self) -> None:
         """Plan all that the case needs, which compiles, and unless `warm` is off run the prompt and one token."""
