@@ -175,6 +175,7 @@ def crossings(series: Mapping[str, Points]) -> Iterator[str]:
 # -- the plot -------------------------------------------------------------------------------------------------------------
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's: told apart by colour-blind eyes too
+GREY = "#777777"
 
 
 def draw(models: Mapping[str, Mapping[str, Points]], name: str) -> None:
@@ -190,20 +191,21 @@ def draw(models: Mapping[str, Mapping[str, Points]], name: str) -> None:
         ways = [way for way in series if not is_ceiling(way)]
         for way, points in series.items():
             base = next((w for w in ways if way.startswith(f"{w},")), way)
-            colour = COLOURS[ways.index(base) % len(COLOURS)] if base in ways else "#777777"
+            colour = GREY if base not in ways or base.startswith("llama.cpp") else COLOURS[ways.index(base) % len(COLOURS)]
             style: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2} if is_ceiling(way) else {"marker": "o", "markersize": 4.5, "linewidth": 1.8}
             axes.plot(list(points), list(points.values()), label=way, color=colour, **style)
-        for first, way, found in compared(series):
-            for x, b_leads in found:
-                text = f"{way if b_leads else first} leads from {x:.0f}"
-                axes.axvline(x, color="#777777", linewidth=0.9, linestyle=":")
-                axes.annotate(text, (x, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points", fontsize=8.5, color="#444444")
         ticks = sorted({x for points in series.values() for x in points})
+        marks = [(x, *((way, first) if b_leads else (first, way))) for first, way, found in compared(series) for x, b_leads in found]
+        for i, (x, ahead, behind) in enumerate(sorted(marks)):
+            axes.axvline(x, color=GREY, linewidth=0.9, linestyle=":")
+            side = -1 if x * x > ticks[0] * ticks[-1] else 1  # towards the middle
+            axes.annotate(f"{ahead} ahead of {behind} from {x:.0f}", (x, 0.99 - 0.05 * (i % 2)), xycoords=("data", "axes fraction"), xytext=(4 * side, 0),
+                          textcoords="offset points", ha="right" if side < 0 else "left", va="top", fontsize=8.5, color="#444444")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.12 * max(max(points.values()) for points in series.values()))  # the marks' text stands above the curves
         axes.set_xlabel("ubatch (tokens per graph)")
         axes.set_ylabel("prefill (tokens/s)")
         axes.set_title(title, fontsize=11)
