@@ -81,9 +81,14 @@ def test_crossovers() -> None:
     assert crossovers(flat, {64: 1.0, 256: 2.0}) == [] and crossovers(flat, {32: 1.0}) == []
 
 
-def test_who_leads_throughout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "r.json").write_text(json.dumps([row(form, ub, ts) for ub in (8, 16) for form, ts in (("scan", 2.0), ("ssd", 1.0))]))
-    assert report(capsys, tmp_path / "r.json", "--no-plot")[0].endswith("scan is faster than ssd at every ubatch from 8 to 16.\n")
+@pytest.mark.parametrize(("at_8", "at_16", "line"), [
+    (1.0, 1.0, "scan is faster than ssd at every ubatch from 8 to 16."), (2.5, 3.0, "ssd is faster than scan at every ubatch from 8 to 16."),
+    (1.99, 1.0, "scan is at least as fast as ssd at every ubatch from 8 to 16."),
+    (1.99, 1.98, "scan is as fast, within 2 %, as ssd at every ubatch from 8 to 16."),
+])
+def test_who_leads_throughout(at_8: float, at_16: float, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.json").write_text(json.dumps([row(f, ub, ts) for ub, own in ((8, at_8), (16, at_16)) for f, ts in (("scan", 2.0), ("ssd", own))]))
+    assert report(capsys, tmp_path / "r.json", "--no-plot")[0].endswith(f"{line}\n")
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -22,6 +22,7 @@ NEEDED = ("n_prompt", "n_gen", "n_ubatch", "avg_ts")
 # What tells results of one test apart, besides form, chunk, variant and engine: named where a model's results differ in it.
 DETAILS = {"n_threads": "{} threads", "n_depth": "depth {}", "n_batch": "batch {}", "type_k": "K {}", "type_v": "V {}", "type_r": "conv state {}",
            "type_s": "SSM state {}", "prec": "prec {}", "ssd_precision": "ssd precision {}"}
+TIE = math.log(1.02)  # a lead that says nothing
 Points = dict[int, float]  # tokens per second by ubatch
 
 
@@ -168,8 +169,11 @@ def crossings(series: Mapping[str, Points]) -> Iterator[str]:
         for x, b_leads in found:
             yield f"{way if b_leads else first} is faster than {first if b_leads else way} from ubatch {x:.0f} on."
         if not found:
-            leads, behind = (way, first) if b[both[0]] > a[both[0]] else (first, way)
-            yield f"{leads} is faster than {behind} at every ubatch from {both[0]} to {both[-1]}."
+            lead = [math.log(b[x] / a[x]) for x in both]  # all of one sign
+            leads, behind = (way, first) if sum(lead) > 0 else (first, way)
+            clear = [abs(x) > TIE for x in lead]
+            verb = "is faster than" if all(clear) else "is at least as fast as" if any(clear) else "is as fast, within 2 %, as"
+            yield f"{leads} {verb} {behind} at every ubatch from {both[0]} to {both[-1]}."
 
 
 # -- the plot -------------------------------------------------------------------------------------------------------------
