@@ -37,6 +37,8 @@ from pyggml.tools.common import form_name, human_bytes, human_count, note, whole
 from pyggml.tools.probe import ceiling
 from pyggml.tools.records import FORMATS, Column, Row, number, write_rows
 
+PROFILED_RUNS = 3
+
 
 def options(p: argparse.ArgumentParser) -> None:
     """Options."""
@@ -55,7 +57,7 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--replace", action="append", metavar="OP=MODULE:FUNCTION",
                    help="run each test again with the op swapped for a kernel or a graph of yours")
     p.add_argument("--profile", action="store_true",
-                   help="time per op and per part of a layer, from one more run; with csv, json, jsonl and sql these rows alone")
+                   help="time per op and per part of a layer, from the median of up to 3 more runs; with csv, json, jsonl and sql these rows alone")
     p.add_argument("--peer", nargs="?", const=sys.executable, metavar="PYTHON",
                    help="the same runs on llama.cpp, in turn, through the llama-cpp-python of that interpreter (this one)")
     p.add_argument("--delay", type=whole(0), default=0, metavar="SECONDS", help="pause between tests (0)")
@@ -209,15 +211,12 @@ class Bench:
         base = rows[0]
         if not self.args.profile and len(lanes) == 1:
             return
-        lanes[0].notes.profiling = True
-        profiled = lanes[0].run()
-        lanes[0].notes.profiling = False
-        times = list(lanes[0].notes.times.values())
+        seconds, times = lanes[0].profiled(min(PROFILED_RUNS, self.args.repetitions))
         if self.args.profile:
-            self.profiles.append(profile_rows(times, profiled.seconds, base))
+            self.profiles.append(profile_rows(times, seconds, base))
         for lane, row in zip(lanes[1:], rows[1:], strict=True):
             assert lane.variant is not None
-            part = op_share(times, lane.variant.stand_ins, profiled.seconds)
+            part = op_share(times, lane.variant.stand_ins, seconds)
             row |= {"n_swapped": lane.notes.n_swapped, "op_share": part}
             if base["median_ts"] and row["median_ts"]:
                 row["vs_base"] = row["median_ts"] / base["median_ts"]

@@ -1,4 +1,4 @@
-"""Where the time of a test goes: per op and per part of a layer, from one run that is timed after every step.
+"""Where the time of a test goes: per op and per part of a layer, from a run that is timed after every step.
 
 All threads meet after every step of such a run, which small steps otherwise skip, so it takes a little longer; the table says how much. What is
 left of the wall time is `host`: inputs, logits, Python between two graphs. The rows therefore add up to the run's wall time.

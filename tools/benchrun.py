@@ -19,7 +19,7 @@ from pyggml.runtime.context import Context
 from pyggml.tensor import tensor
 from pyggml.testing import nmse
 from pyggml.tools.benchcases import Case, Settings
-from pyggml.tools.benchswap import BenchBackend, Notes, Variant, Work
+from pyggml.tools.benchswap import BenchBackend, Notes, StepTimes, Variant, Work
 from pyggml.tools.common import form_name
 from pyggml.tools.records import Row
 
@@ -153,6 +153,13 @@ class ModelLane:
         seconds = time.perf_counter() - start
         self.plans_timed += self.ctx.timings.n_plans - n_plans
         return Sample(seconds, first - start, logits)
+
+    def profiled(self, n_runs: int) -> tuple[float, list[StepTimes]]:
+        """Seconds of a run that is timed after every step, and the steps' times: of n_runs the one of median length."""
+        self.notes.profiling = True
+        runs = [(self.run().seconds, list(self.notes.times.values())) for _ in range(n_runs)]
+        self.notes.profiling = False
+        return sorted(runs, key=lambda r: r[0])[n_runs // 2]
 
     def _feed(self, ids: np.ndarray) -> np.ndarray:
         """Decode tokens, n_batch a call; as in llama-bench each call gives the logits of its last token alone."""
