@@ -26,7 +26,8 @@ class Refused(Exception):
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call of ggml_`function` with tensors, copies of tensors, None and numbers. `ids` are checked at run time to lie within
-    0 to `n_rows` - 1. `turned`: the output is the result with dims 0 and 1 exchanged. Where the result's ne is not the output's, the outputs lie one after the other in its memory."""
+    0 to `n_rows` - 1. `turned`: the output is the result with dims 0 and 1 exchanged. Where the result's ne is not the output's,
+    the outputs lie one after the other in its memory."""
 
     function: str
     args: tuple[Any, ...]
