@@ -121,6 +121,6 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
 def _segments(name: Callable[[Tensor, str], Tensor], cs: Tensor, text: str) -> Tensor:
     """exp(cs_i - cs_j) for j <= i, else 0, from running sums [H, n, W] in float64: [j, i, H, W]."""
     h, n, w = cs.ne[0], cs.ne[1], cs.ne[2]
-    line = reshape(cs, [1, h, n, w])
-    seg = sub(permute(line, 0, 2, 1, 3), permute(line, 1, 2, 0, 3), type="f32")
+    line = cont(permute(cs, 1, 0, 2, 3))                                         # [n, H, W]: rows that vectors read
+    seg = sub(reshape(line, [1, n, h, w]), reshape(line, [n, 1, h, w]), type="f32")
     return exp(name(tri(seg, "lower_diag", fill=-math.inf), text))

@@ -202,6 +202,8 @@ class GgmlRunner:
             self._tensors[id(node.out)] = made
             return made
         made = self._lib.make(call.function, self._ctx, *(self._argument(a) for a in call.args))
+        if call.turned:
+            made = self._lib.make("cont", self._ctx, self._lib.make("transpose", self._ctx, made))
         struct = GgmlTensor.from_address(made)
         if struct.view_src is not None and node.op.inplace is None:  # ggml_clamp writes into its input; here the result has memory of its own
             struct.view_src, struct.data, struct.nb[:] = None, None, node.out.nb

@@ -3,8 +3,9 @@
 All products have one form: `dst[r][c] = sum over k of a[r][k] b[k][c]`, with rows of `a` (left operand) anywhere and the columns of
 `b` (right operand) side by side, so that no sum runs across lanes. Operands are float32, or bfloat16 in pairs along k: then a row of
 `a` is a plain row of bfloat16, and a row of `b` holds k and k + 1 of each column next to each other in 32 bits, which is what the
-instructions for bfloat16 take. Both are addressed in words of 32 bits, so the loops are the same. A tile has 8 rows and 16, 32 or 48
-columns; where the CPU has fewer registers it is computed in parts. Each result is summed over k in order.
+instructions for bfloat16 take (AVX-512 BF16 and AMX; bfloat16 has no other form here). Both are addressed in words of 32 bits, so the
+loops are the same. A block has 8 rows and 16, 32 or 48 columns in vectors, which where the CPU has few registers are computed in parts, and
+16 or 32 rows in AMX tiles. Each result is summed over k in order.
 """
 
 from __future__ import annotations
@@ -38,19 +39,9 @@ def _float_words(b: Any, ir: Any, a: Any, x: Any, acc: Any) -> Any:
     return multiply_add(b, ir, b.bitcast(a, f), b.bitcast(x, f), acc)
 
 
-def _halves(b: Any, ir: Any, v: Any) -> tuple[Any, Any]:
-    """float32 of the even and the odd bfloat16 of each word."""
-    i32 = ir.VectorType(ir.IntType(32), LANES)
-    f = ir.VectorType(ir.FloatType(), LANES)
-    return b.bitcast(b.shl(v, ir.Constant(i32, [16] * LANES)), f), b.bitcast(b.and_(v, ir.Constant(i32, [0xFFFF0000] * LANES)), f)
-
-
 def _bf16_words(b: Any, ir: Any, a: Any, x: Any, acc: Any) -> Any:
-    if "avx512bf16" in _features():
-        i32 = ir.VectorType(ir.IntType(32), LANES)
-        return b.call(b.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", (), ir.FunctionType(acc.type, [acc.type, i32, i32])), [acc, a, x])
-    (a0, a1), (x0, x1) = _halves(b, ir, a), _halves(b, ir, x)
-    return multiply_add(b, ir, a1, x1, multiply_add(b, ir, a0, x0, acc))
+    i32 = ir.VectorType(ir.IntType(32), LANES)
+    return b.call(b.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", (), ir.FunctionType(acc.type, [acc.type, i32, i32])), [acc, a, x])
 
 
 Words = Callable[[Any, Any, Any, Any, Any], Any]
@@ -97,13 +88,18 @@ def _named(build: Callable[..., Any], name: str, sig: str) -> Intrinsic:
     return Intrinsic(sig, build)
 
 
+_PRODUCT = "void(ptr, i64, ptr, i64, ptr, i64, i64)"
+_ONTO = "void(ptr, i64, f32, ptr, i64, ptr, i64, i64)"
+_TWO = "void(ptr, i64, ptr, i64, ptr, i64, i64, ptr, ptr, i64, ptr, i64, i64, i64, f32, ptr, i64)"
+
+
 def _product(words: Words, vectors: int, name: str) -> Intrinsic:
     def build(b: Any, ir: Any, dst: Any, dst_row: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any) -> None:
         for part in _parts(vectors):
             acc = _sum_products(b, ir, words, {p: float_constant(ir, 0.0) for p in part}, a, a_row, x, x_row, n)
             for (r, v), total in acc.items():
                 store_floats(b, _place(b, ir, dst, dst_row, r, v), total)
-    return _named(build, name, "void(ptr, i64, ptr, i64, ptr, i64, i64)")
+    return _named(build, name, _PRODUCT)
 
 
 def _product_onto(words: Words, vectors: int, name: str) -> Intrinsic:
@@ -113,18 +109,23 @@ def _product_onto(words: Words, vectors: int, name: str) -> Intrinsic:
             acc = {(r, v): b.fmul(load_floats(b, ir, _place(b, ir, dst, dst_row, r, v)), factors) for r, v in part}
             for (r, v), total in _sum_products(b, ir, words, acc, a, a_row, x, x_row, n).items():
                 store_floats(b, _place(b, ir, dst, dst_row, r, v), total)
-    return _named(build, name, "void(ptr, i64, f32, ptr, i64, ptr, i64, i64)")
+    return _named(build, name, _ONTO)
 
 
 def _two_products(words: Words, vectors: int, name: str) -> Intrinsic:
     def build(b: Any, ir: Any, dst: Any, dst_row: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any, factors: Any,
-              a2: Any, a2_row: Any, x2: Any, x2_row: Any, n2: Any) -> None:
+              a2: Any, a2_row: Any, x2: Any, x2_row: Any, n2: Any, with_third: Any, factor: Any, third: Any, third_row: Any) -> None:
         for part in _parts(vectors):
             acc = _sum_products(b, ir, words, {p: float_constant(ir, 0.0) for p in part}, a, a_row, x, x_row, n)
             acc = {(r, v): b.fmul(total, float_at(b, ir, factors, r)) for (r, v), total in acc.items()}
+
+            def add(_: Any, sums: list[Any], part: list[tuple[int, int]] = part) -> list[Any]:
+                scale = splat(b, ir, factor)
+                return [multiply_add(b, ir, scale, load_floats(b, ir, _place(b, ir, third, third_row, r, v)), s) for (r, v), s in zip(part, sums, strict=True)]
+            acc = dict(zip(part, loop(b, ir, with_third, list(acc.values()), add), strict=True))
             for (r, v), total in _sum_products(b, ir, words, acc, a2, a2_row, x2, x2_row, n2).items():
                 store_floats(b, _place(b, ir, dst, dst_row, r, v), total)
-    return _named(build, name, "void(ptr, i64, ptr, i64, ptr, i64, i64, ptr, ptr, i64, ptr, i64, i64)")
+    return _named(build, name, _TWO)
 
 
 # dst = a b: (dst, bytes of a row, a, bytes of a row, b, bytes of a row, words of k).
@@ -133,49 +134,136 @@ product_bf16_1, product_bf16_2, product_bf16_3 = (_product(_bf16_words, v, f"pro
 # dst = factor dst + a b: (dst, bytes of a row, factor, then as above).
 onto_f32_1, onto_f32_2, onto_f32_3 = (_product_onto(_float_words, v, f"onto_f32_{v}") for v in (1, 2, 3))
 onto_bf16_1, onto_bf16_2, onto_bf16_3 = (_product_onto(_bf16_words, v, f"onto_bf16_{v}") for v in (1, 2, 3))
-# dst = (a b) factors[row] + a2 b2: (dst, bytes of a row, a and b as above, factors, a2 and b2 as above).
+# dst = (a b) factors[row] + a2 b2 (+ factor c): (dst, bytes of a row, a and b as above, factors, a2 and b2 as above, 1 to add c or 0, factor, c,
+# bytes of a row).
 two_f32_1, two_f32_2, two_f32_3 = (_two_products(_float_words, v, f"two_f32_{v}") for v in (1, 2, 3))
 two_bf16_1, two_bf16_2, two_bf16_3 = (_two_products(_bf16_words, v, f"two_bf16_{v}") for v in (1, 2, 3))
+
+
+# -- the same in AMX tiles ---------------------------------------------------------------------------------------------------
+
+TILE_ROWS, WORDS = 16, 16  # of a tile: rows, and words of k
+_BUFFER = 2 * TILE_ROWS * 2 * TILE_ROWS * 4  # bytes of 4 tiles of sums
+
+
+def _tile(b: Any, ir: Any, name: str, number: int, *rest: Any) -> None:
+    void, i8 = ir.VoidType(), ir.IntType(8)
+    args = [i8(number), *(i8(r) if isinstance(r, int) else r for r in rest)]
+    fn = b.module.globals.get(f"llvm.x86.{name}") or ir.Function(b.module, ir.FunctionType(void, [a.type for a in args]), f"llvm.x86.{name}")
+    b.call(fn, args)
+
+
+def _tile_products(b: Any, ir: Any, dst: Any, dst_row: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any, rows: int, vectors: int) -> None:
+    """dst = a b for rows * 16 rows and vectors * 16 columns, at most 4 tiles of sums (0 to 3); a in tiles 4 and 5, b in 6 and 7. Words of k
+    beyond n, up to whole tiles, are read: they are zero in one of the operands."""
+    i64 = ir.IntType(64)
+    for t in range(rows * vectors):
+        _tile(b, ir, "tilezero", t)
+
+    def step(i: Any, _: Sequence[Any]) -> list[Any]:
+        a_at, x_at = b.gep(a, [b.mul(i, i64(4 * WORDS))]), b.gep(x, [b.mul(b.mul(i, i64(WORDS)), x_row)])
+        for r in range(rows):
+            _tile(b, ir, "tileloadd64", 4 + r, b.gep(a_at, [b.mul(a_row, i64(TILE_ROWS * r))]), a_row)
+        for v in range(vectors):
+            _tile(b, ir, "tileloadd64", 6 + v % 2, b.gep(x_at, [i64(v * LANES * 4)]), x_row)
+            for r in range(rows):
+                _tile(b, ir, "tdpbf16ps", r * vectors + v, 4 + r, 6 + v % 2)
+        return []
+    loop(b, ir, b.lshr(b.add(n, i64(WORDS - 1)), i64(4)), [], step)
+    for r in range(rows):
+        for v in range(vectors):
+            _tile(b, ir, "tilestored64", r * vectors + v, _place(b, ir, dst, dst_row, TILE_ROWS * r, v), dst_row)
+
+
+def _buffer(b: Any, ir: Any) -> Any:
+    with b.goto_entry_block():
+        place = b.alloca(ir.ArrayType(ir.IntType(8), _BUFFER))
+        place.align = 64
+    return b.bitcast(place, ir.IntType(8).as_pointer())
+
+
+def _tile_product(vectors: int, name: str) -> Intrinsic:
+    def build(b: Any, ir: Any, dst: Any, dst_row: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any) -> None:
+        _tile_products(b, ir, dst, dst_row, a, a_row, x, x_row, n, 1, vectors)
+    return _named(build, name, _PRODUCT)
+
+
+def _tile_onto(vectors: int, name: str) -> Intrinsic:
+    def build(b: Any, ir: Any, dst: Any, dst_row: Any, factor: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any) -> None:
+        sums, row, factors = _buffer(b, ir), n.type(vectors * LANES * 4), splat(b, ir, factor)
+        _tile_products(b, ir, sums, row, a, a_row, x, x_row, n, 2, vectors)
+
+        def add(r: Any, _: Sequence[Any]) -> list[Any]:
+            for v in range(vectors):
+                place, own = b.gep(dst, [b.add(b.mul(r, dst_row), n.type(v * LANES * 4))]), b.gep(sums, [b.add(b.mul(r, row), n.type(v * LANES * 4))])
+                store_floats(b, place, multiply_add(b, ir, load_floats(b, ir, place), factors, load_floats(b, ir, own)))
+            return []
+        loop(b, ir, n.type(2 * TILE_ROWS), [], add)
+    return _named(build, name, _ONTO)
+
+
+def _tile_two(vectors: int, name: str) -> Intrinsic:
+    def build(b: Any, ir: Any, dst: Any, dst_row: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any, factors: Any,
+              a2: Any, a2_row: Any, x2: Any, x2_row: Any, n2: Any, with_third: Any, factor: Any, third: Any, third_row: Any) -> None:
+        first, second, row = _buffer(b, ir), _buffer(b, ir), n.type(vectors * LANES * 4)
+        _tile_products(b, ir, first, row, a, a_row, x, x_row, n, 1, vectors)
+        _tile_products(b, ir, second, row, a2, a2_row, x2, x2_row, n2, 1, vectors)
+
+        def place(p: Any, stride: Any, r: Any, v: int) -> Any:
+            return b.gep(p, [b.add(b.mul(r, stride), n.type(v * LANES * 4))])
+
+        def add(r: Any, _: Sequence[Any]) -> list[Any]:
+            decay = splat(b, ir, b.load(b.bitcast(b.gep(factors, [b.mul(r, n.type(4))]), ir.FloatType().as_pointer()), align=4))
+            sums = [multiply_add(b, ir, load_floats(b, ir, place(first, row, r, v)), decay, load_floats(b, ir, place(second, row, r, v)))
+                    for v in range(vectors)]
+
+            def third_of(_i: Any, values: list[Any]) -> list[Any]:
+                scale = splat(b, ir, factor)
+                return [multiply_add(b, ir, scale, load_floats(b, ir, place(third, third_row, r, v)), s) for v, s in enumerate(values)]
+            for v, s in enumerate(loop(b, ir, with_third, sums, third_of)):
+                store_floats(b, place(dst, dst_row, r, v), s)
+            return []
+        loop(b, ir, n.type(TILE_ROWS), [], add)
+    return _named(build, name, _TWO)
+
+
+# 16 rows of `product` and `two`, 32 of `onto`, operands as above. The tiles are on (pyggml.cpu.tiles).
+product_tiles_1, product_tiles_2 = (_tile_product(v, f"product_tiles_{v}") for v in (1, 2))
+onto_tiles_1, onto_tiles_2 = (_tile_onto(v, f"onto_tiles_{v}") for v in (1, 2))
+two_tiles_1, two_tiles_2, two_tiles_3, two_tiles_4 = (_tile_two(v, f"two_tiles_{v}") for v in (1, 2, 3, 4))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------------
+
+
+def _prefetch(write: int, name: str) -> Intrinsic:
+    def build(b: Any, ir: Any, p: Any, n: Any) -> None:
+        i32, void = ir.IntType(32), ir.VoidType()
+        fn = b.module.declare_intrinsic("llvm.prefetch", [p.type], ir.FunctionType(void, [p.type, i32, i32, i32]))
+        each_vector(b, ir, n, lambda i: b.call(fn, [b.gep(p, [i]), i32(write), i32(3), i32(1)]))
+    return _named(build, name, "void(ptr, i64)")
+
+
+# Ask for the n vectors at p ahead of their use; any address will do.
+prefetch_read, prefetch_write = _prefetch(0, "prefetch_read"), _prefetch(1, "prefetch_write")
 
 
 # -- to bfloat16 -----------------------------------------------------------------------------------------------------------
 
 
-def _rounded_words(b: Any, ir: Any, v: Any) -> Any:
-    """Words whose upper half is float32's nearest bfloat16, ties to even; NaN stays NaN."""
-    i32 = ir.VectorType(ir.IntType(32), LANES)
-
-    def c(n: int) -> Any:
-        return ir.Constant(i32, [n] * LANES)
-
-    u = b.bitcast(v, i32)
-    up = b.add(u, b.add(c(0x7FFF), b.and_(b.lshr(u, c(16)), c(1))))
-    return b.select(b.fcmp_unordered("uno", v, v), b.or_(u, c(0x400000)), up)
-
-
 def paired(b: Any, ir: Any, even: Any, odd: Any) -> Any:
     """Words of the bfloat16 of two vectors, lane by lane: `even` in the low half."""
-    i32 = ir.VectorType(ir.IntType(32), LANES)
-    if "avx512bf16" in _features():
-        both = _convert_two(b, ir, even, odd)
-        return b.bitcast(shuffle(b, ir, both, both, [i + half for i in range(LANES) for half in (0, LANES)]), i32)
-    low, high = _rounded_words(b, ir, even), _rounded_words(b, ir, odd)
-    return b.or_(b.lshr(low, ir.Constant(i32, [16] * LANES)), b.and_(high, ir.Constant(i32, [0xFFFF0000] * LANES)))
-
-
-def _convert_two(b: Any, ir: Any, first: Any, second: Any) -> Any:
-    """32 bfloat16 as 16-bit numbers: those of `first`, then those of `second`."""
     i16 = ir.VectorType(ir.IntType(16), 2 * LANES)
-    fn = ir.FunctionType(i16, [first.type, first.type])
-    return b.call(b.module.declare_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", (), fn), [second, first])
+    fn = ir.FunctionType(i16, [even.type, even.type])
+    both = b.call(b.module.declare_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", (), fn), [odd, even])
+    mixed = shuffle(b, ir, both, both, [i + half for i in range(LANES) for half in (0, LANES)])
+    return b.bitcast(mixed, ir.VectorType(ir.IntType(32), LANES))
 
 
 def bf16_of(b: Any, ir: Any, v: Any) -> Any:
     """The bfloat16 of 16 float32, as 16-bit numbers."""
-    i16, i32 = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.IntType(32), LANES)
-    if "avx512bf16" in _features():
-        return b.call(b.module.declare_intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", (), ir.FunctionType(i16, [v.type])), [v])
-    return b.trunc(b.lshr(_rounded_words(b, ir, v), ir.Constant(i32, [16] * LANES)), i16)
+    fn = ir.FunctionType(ir.VectorType(ir.IntType(16), LANES), [v.type])
+    return b.call(b.module.declare_intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", (), fn), [v])
 
 
 def store_words(b: Any, p: Any, v: Any) -> None:

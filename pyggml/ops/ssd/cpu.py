@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyggml.cpu.blocks import (
-    ROWS,
+    TILE_ROWS,
     bf16_of,
     decays_since,
     decays_until,
@@ -35,11 +35,17 @@ from pyggml.cpu.blocks import (
     onto_f32_1,
     onto_f32_2,
     onto_f32_3,
+    onto_tiles_1,
+    onto_tiles_2,
     paired,
+    prefetch_read,
+    prefetch_write,
     product_bf16_1,
     product_bf16_2,
     product_f32_1,
     product_f32_2,
+    product_tiles_1,
+    product_tiles_2,
     store_words,
     two_bf16_1,
     two_bf16_2,
@@ -47,11 +53,16 @@ from pyggml.cpu.blocks import (
     two_f32_1,
     two_f32_2,
     two_f32_3,
+    two_tiles_1,
+    two_tiles_2,
+    two_tiles_3,
+    two_tiles_4,
     widened_differences,
 )
 from pyggml.cpu.mathf import softplus
 from pyggml.cpu.rows import gather
 from pyggml.cpu.simd import Intrinsic, at, bad_index, bad_span, copy_bytes, helper, intrinsic, ld_f32, ld_f64, ld_i32, st_f32, st_f64, wide, zero_bytes
+from pyggml.cpu.tiles import tiles_off, tiles_on
 from pyggml.cpu.vector import LANES, float_constant, load_floats, splat, store_floats, transpose_16x16
 from pyggml.registry import kernel
 from pyggml.tensor import Node
@@ -61,7 +72,8 @@ HEADS, MIN_ITEMS, STATE_BYTES = 8, 8, 512 << 10  # of an item: heads, fewer wher
 PAIR = 32  # rows of tokens that are turned at a time
 GAP = 64  # bytes between rows in scratch, which are else often powers of two apart and would share cache sets
 NEAR = 32.0
-WORD = 1  # elements of an operand in 32 bits: 1 float32 or 2 bfloat16; bound
+WORD, TILES = 1, False  # elements of an operand in 32 bits: 1 float32 or 2 bfloat16; whether products are made in AMX tiles. Bound, as the next two
+ROWS, STATE_ROWS = 8, 8  # of a block of results
 
 
 # -- operands ----------------------------------------------------------------------------------------------------------------
@@ -124,7 +136,7 @@ def inputs_bf16(b: Any, ir: Any, plain: Any, weighted: Any, row: Any, even: Any,
 
 
 @helper
-def rows_of_b_f32(rows: Any, right: Any, src: Any, src_row: Any, n: Any, row: Any, _right_row: Any, j: Any, _tmp: Any, _tmp_row: Any) -> None:
+def rows_of_b_f32(rows: Any, _right: Any, src: Any, src_row: Any, n: Any, row: Any, _right_row: Any, j: Any, _tmp: Any) -> None:
     """B of PAIR tokens from token j on, n values each, as columns j... of B^T: its rows are a left operand and, along n, a right one."""
     for half in range(0, PAIR, LANES):
         for i in range(0, n, LANES):
@@ -132,17 +144,18 @@ def rows_of_b_f32(rows: Any, right: Any, src: Any, src_row: Any, n: Any, row: An
 
 
 @helper
-def rows_of_b_bf16(rows: Any, right: Any, src: Any, src_row: Any, n: Any, row: Any, right_row: Any, j: Any, tmp: Any, tmp_row: Any) -> None:
+def rows_of_b_bf16(rows: Any, right: Any, src: Any, src_row: Any, n: Any, row: Any, right_row: Any, j: Any, tmp: Any) -> None:
     """The same in pairs: of tokens in the left operand, of values of a token in the right one."""
+    tmp_row = n * 4 + GAP
     for t in range(0, PAIR, 2):
         pair_rows(at(tmp, t // 2 * tmp_row), at(src, t * src_row), at(src, (t + 1) * src_row), n // LANES)
     for i in range(0, n, LANES):
         transpose_16x16(at(rows, i * row + j * 2), row, at(tmp, i * 4), tmp_row)
-    for t in range(PAIR):
-        row_bf16(at(src, t * src_row), at(src, t * src_row), n // LANES)
     for half in range(0, PAIR, LANES):
+        for t in range(LANES):
+            row_bf16(at(tmp, t * tmp_row), at(src, (half + t) * src_row), n // LANES)
         for i in range(0, n // 2, LANES):
-            transpose_16x16(at(right, i * right_row + (j + half) * 4), right_row, at(src, half * src_row + i * 4), src_row)
+            transpose_16x16(at(right, i * right_row + (j + half) * 4), right_row, at(tmp, i * 4), tmp_row)
 
 
 @helper
@@ -209,7 +222,7 @@ weigh_far_f32, weigh_far_bf16 = _weigh_far(_as_float, "weigh_far_f32"), _weigh_f
 # -- a chunk -----------------------------------------------------------------------------------------------------------------
 
 product_1, product_2 = product_f32_1, product_f32_2  # bound to the precision's, as these
-two_1, two_2, two_3 = two_f32_1, two_f32_2, two_f32_3
+two_1, two_2, two_3, two_4 = two_f32_1, two_f32_2, two_f32_3, two_f32_2
 onto_1, onto_2, onto_3 = onto_f32_1, onto_f32_2, onto_f32_3
 weigh, weigh_diagonal, weigh_far = weigh_f32, weigh_diagonal_f32, weigh_far_f32
 inputs_of, left_row, rows_of_b, state_operand = inputs_f32, row_f32, rows_of_b_f32, state_operand_f32
@@ -227,16 +240,18 @@ def pack_c(dst: Any, dst_row: Any, c: Any, nb0: Any, nb2: Any, n_state: Any, pad
 @helper
 def pack_b(rows: Any, row: Any, right: Any, right_row: Any, b: Any, nb0: Any, nb2: Any, n_state: Any, padded: Any, n: Any, n_rows: Any, tmp: Any) -> None:
     """B of n tokens as both operands, with zeros up to token n_rows."""
-    src_row = padded * 4 + GAP
-    words = at(tmp, PAIR * src_row)
+    copied_row = padded * 4 + GAP
+    copied = at(tmp, LANES * copied_row)
     for j in range(0, n_rows, PAIR):
-        m = min(PAIR, n - j)
-        for t in range(m):
-            gather(at(tmp, t * src_row), at(b, (j + t) * nb2), nb0, n_state)
-            zero_bytes(at(tmp, t * src_row + n_state * 4), (padded - n_state) * 4)
-        for t in range(max(m, 0), PAIR):
-            zero_bytes(at(tmp, t * src_row), padded * 4)
-        rows_of_b(rows, right, tmp, src_row, padded, row, right_row, j, words, src_row)
+        src, src_row = at(b, j * nb2), nb2
+        if nb0 != 4 or n_state != padded or n - j < PAIR:
+            m = min(PAIR, n - j)
+            for t in range(m):
+                row_f32(at(copied, t * copied_row), row_of(tmp, at(src, t * nb2), nb0, n_state, padded), padded // LANES)
+            for t in range(m, PAIR):
+                zero_bytes(at(copied, t * copied_row), padded * 4)
+            src, src_row = copied, copied_row
+        rows_of_b(rows, right, src, src_row, padded, row, right_row, j, tmp)
 
 
 @helper
@@ -281,41 +296,56 @@ def weigh_rows(m: Any, m_row: Any, cb: Any, cb_row: Any, sums: Any, steps: Any, 
         weigh_diagonal(at(m, i * 4 // WORD), m_row, at(products, i * 4), cb_row, since, until)
     else:
         weigh_far(at(m, i * 4 // WORD), m_row, at(products, i * 4), cb_row, at(sums, i * 8), at(steps, i * 4))
+    if TILES and i % PAIR == 0:  # tiles end at a multiple of 32
+        for r in range(LANES):
+            zero_bytes(at(m, r * m_row + (i + LANES) * 2), LANES * 2)
 
 
 @helper
-def multiply_rows(y: Any, row: Any, c: Any, c_row: Any, s: Any, words: Any, decays: Any, m: Any, m_row: Any, x: Any, i: Any, vectors: Any) -> None:
-    """y = decays (C S) + M x for rows i to i + 15, of which m holds the first; rows of y, S and x have `row` bytes."""
+def multiply_rows(y: Any, y_row: Any, c: Any, c_row: Any, s: Any, row: Any, words: Any, decays: Any, m: Any, m_row: Any, x: Any, i: Any, vectors: Any,
+                  with_skip: Any, skip: Any, plain_x: Any, plain_row: Any, soon: Any, soon_row: Any) -> None:
+    """y = decays (C S) + M x (+ skip plain_x) for rows i to i + 15, which y and m hold; rows of S and x have `row` bytes. Rows of `soon`, which
+    are written next, are fetched meanwhile: those of a head lie far apart."""
     for r in range(0, LANES, ROWS):
-        o, c_r, m_r, n = at(y, (i + r) * row), at(c, (i + r) * c_row), at(m, r * m_row), (i + r + ROWS) // WORD
-        f, v = at(decays, (i + r) * 4), 0
+        for k in range(ROWS):
+            prefetch_write(at(soon, (i + r + k) * soon_row), vectors)
+        o, c_r, m_r, n = at(y, r * y_row), at(c, (i + r) * c_row), at(m, r * m_row), (i + r + ROWS) // WORD
+        f, own, v = at(decays, (i + r) * 4), at(plain_x, (i + r) * plain_row), 0
         while v < vectors:
             p = v * LANES * 4
-            if vectors - v == 1:
-                two_1(at(o, p), row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
+            left = vectors - v
+            if left == 1:
+                two_1(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
                 v += 1
-            elif (vectors - v) % 2 == 1:
-                two_3(at(o, p), row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
+            elif left % 2 == 1:
+                two_3(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
                 v += 3
+            elif TILES and left >= 4:
+                two_4(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
+                v += 4
             else:
-                two_2(at(o, p), row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n)
+                two_2(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
                 v += 2
 
 
 @helper
-def advance_state(s: Any, row: Any, decay: Any, b: Any, b_row: Any, x: Any, words: Any, n_state: Any, vectors: Any) -> None:
-    """S = decay S + B^T x."""
-    v = 0
+def advance_state(s: Any, row: Any, decay: Any, b: Any, b_row: Any, x: Any, words: Any, n_state: Any, vectors: Any, soon: Any, soon_row: Any,
+                  n: Any) -> None:
+    """S = decay S + B^T x. n rows of `soon`, which are read next, are fetched meanwhile."""
+    v, at_once = 0, (n * STATE_ROWS + n_state - 1) // n_state
     while v < vectors:
         p, left = v * LANES * 4, vectors - v
-        for i in range(0, n_state, ROWS):
+        for i in range(0, n_state, STATE_ROWS):
+            if v == 0:
+                for k in range(at_once):
+                    prefetch_read(at(soon, (i // STATE_ROWS * at_once + k) * soon_row), vectors)
             if left == 1:
                 onto_1(at(s, i * row + p), row, decay, at(b, i * b_row), b_row, at(x, p), row, words)
-            elif left % 2 == 1:
+            elif left % 2 == 1 and not TILES:
                 onto_3(at(s, i * row + p), row, decay, at(b, i * b_row), b_row, at(x, p), row, words)
             else:
                 onto_2(at(s, i * row + p), row, decay, at(b, i * b_row), b_row, at(x, p), row, words)
-        v += 1 if left == 1 else 3 if left % 2 == 1 else 2
+        v += 1 if left == 1 else 3 if left % 2 == 1 and not TILES else 2
 
 
 @helper
@@ -354,16 +384,19 @@ def finish_gate(b: Any, ir: Any, y: Any, z: Any, n: Any) -> None:
 
 @helper
 def finish(y: Any, y_nb2: Any, rows: Any, row: Any, x: Any, x_nb0: Any, x_nb2: Any, has_d: Any, d: Any, has_z: Any, z: Any, z_nb0: Any, z_nb2: Any,
-           head_dim: Any, padded: Any, n: Any, tmp: Any) -> None:
-    """Rows of y plus d x, times silu(z), to the output; the pointers are those of the first token and head."""
+           head_dim: Any, padded: Any, done: Any, n: Any, tmp: Any) -> None:
+    """Rows of y plus d x, times silu(z), to the output, where the first `done` rows are already; the pointers are those of the first token."""
     vectors = padded // LANES
-    for t in range(n):
+    if has_z:
+        for t in range(done):
+            finish_gate(at(y, t * y_nb2), row_of(tmp, at(z, t * z_nb2), z_nb0, head_dim, padded), vectors)
+    for t in range(done, n):
         out, src = at(y, t * y_nb2), at(rows, t * row)
         dst = out if head_dim == padded else src
         if has_d:
             finish_skip(dst, src, row_of(tmp, at(x, t * x_nb2), x_nb0, head_dim, padded), d, vectors)
         elif head_dim == padded:
-            copy_bytes(dst, src, padded * 4)
+            row_f32(dst, src, vectors)
         if has_z:
             finish_gate(dst, row_of(tmp, at(z, t * z_nb2), z_nb0, head_dim, padded), vectors)
         if head_dim != padded:
@@ -376,16 +409,17 @@ def finish(y: Any, y_nb2: Any, rows: Any, row: Any, x: Any, x_nb0: Any, x_nb2: A
 @helper
 def load_state(dst: Any, row: Any, src: Any, nb0: Any, nb1: Any, n_state: Any, n_padded: Any, head_dim: Any, padded: Any, tmp: Any) -> None:
     """dst [d_state][head_dim] of a state [head_dim][d_state], with zeros where there is padding."""
-    tmp_row = n_padded * 4 + GAP
     for p in range(0, padded, LANES):
-        m = min(LANES, head_dim - p)
-        for r in range(m):
-            gather(at(tmp, r * tmp_row), at(src, (p + r) * nb1), nb0, n_state)
-            zero_bytes(at(tmp, r * tmp_row + n_state * 4), (n_padded - n_state) * 4)
-        for r in range(m, LANES):
-            zero_bytes(at(tmp, r * tmp_row), n_padded * 4)
+        for r in range(p + LANES, p + 2 * LANES):
+            prefetch_read(at(src, r * nb1), n_padded // LANES)
         for i in range(0, n_padded, LANES):
-            transpose_16x16(at(dst, i * row + p * 4), row, at(tmp, i * 4), tmp_row)
+            block, block_row, m, n = at(src, p * nb1 + i * nb0), nb1, min(LANES, head_dim - p), min(LANES, n_state - i)
+            if nb0 != 4 or m < LANES or n < LANES:
+                zero_bytes(tmp, LANES * LANES * 4)
+                for r in range(m):
+                    gather(at(tmp, r * LANES * 4), at(block, r * nb1), nb0, n)
+                block, block_row = tmp, LANES * 4
+            transpose_16x16(at(dst, i * row + p * 4), row, block, block_row)
 
 
 @helper
@@ -393,9 +427,13 @@ def store_state(dst: Any, nb1: Any, src: Any, row: Any, n_state: Any, head_dim: 
     """A state back as [head_dim][d_state]."""
     for p in range(0, head_dim, LANES):
         for i in range(0, n_state, LANES):
-            transpose_16x16(tmp, LANES * 4, at(src, i * row + p * 4), row)
-            for r in range(min(LANES, head_dim - p)):
-                copy_bytes(at(dst, (p + r) * nb1 + i * 4), at(tmp, r * LANES * 4), min(LANES, n_state - i) * 4)
+            block, m, n = at(dst, p * nb1 + i * 4), min(LANES, head_dim - p), min(LANES, n_state - i)
+            if m == LANES and n == LANES:
+                transpose_16x16(block, nb1, at(src, i * row + p * 4), row)
+            else:
+                transpose_16x16(tmp, LANES * 4, at(src, i * row + p * 4), row)
+                for r in range(m):
+                    copy_bytes(at(block, r * nb1), at(tmp, r * LANES * 4), n * 4)
 
 
 # -- the kernel --------------------------------------------------------------------------------------------------------------
@@ -431,7 +469,7 @@ def _scratch(node: Node) -> int:
     q, n_state, dim, word = _padded(q, PAIR), _padded(s.ne[0], PAIR), _padded(s.ne[1], LANES), 2 if node.params["precision"] == "bf16" else 1
     row_n, row_q, row_p, row_cb = n_state * 4 // word + GAP, q * 4 // word + GAP, dim * 4 + GAP, q * 4 + GAP
     vectors = q * (4 + 8 + 4 + 4) + 2 * LANES * 4
-    turned = (PAIR + LANES) * (n_state * 4 + GAP) + 3 * dim * 4
+    turned = (LANES + PAIR) * (n_state * 4 + GAP) + 3 * dim * 4
     operands = q * row_n + n_state * row_q + (n_state // 2 * row_cb if word == 2 else 0) + q * row_cb + LANES * row_q
     return vectors + turned + operands + 3 * q * row_p + (heads + (1 if word == 2 else 0)) * n_state * row_p
 
@@ -447,13 +485,21 @@ _BF16: dict[str, Any] = {
     "state_operand": state_operand_bf16,
     "WORD": 2,
 }
+_TILES: dict[str, Any] = {
+    **_BF16,
+    "multiply_cb": multiply_cb.bind(product_1=product_tiles_1, product_2=product_tiles_2, ROWS=TILE_ROWS),
+    "weigh_rows": _BF16["weigh_rows"].bind(TILES=True),
+    "multiply_rows": multiply_rows.bind(two_1=two_tiles_1, two_2=two_tiles_2, two_3=two_tiles_3, two_4=two_tiles_4, WORD=2, TILES=True, ROWS=TILE_ROWS),
+    "advance_state": advance_state.bind(onto_1=onto_tiles_1, onto_2=onto_tiles_2, TILES=True, STATE_ROWS=2 * TILE_ROWS),
+    "TILES": True,
+}
 
 
-@kernel("SSD_SCAN", "cpu", items=_items, chunk=lambda node: 1, params=_chunk_and_heads, scratch=_scratch, status=True,
-        bind=lambda node: _BF16 if node.params["precision"] == "bf16" else {})
 def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, ids: Any, bias: Any, skip: Any, z: Any, cu: Any,
                     q: Any, heads: Any, status: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Items [i0, i1), blocks of heads fastest, then groups. Scratch as _scratch counts it."""
+    if TILES:
+        tiles_on()
     n_state, dim, q_rows = (s.ne0 + PAIR - 1) // PAIR * PAIR, (s.ne1 + LANES - 1) // LANES * LANES, (q + PAIR - 1) // PAIR * PAIR
     vectors, words = dim // LANES, n_state // WORD
     row_n, row_q, row, row_cb = n_state * 4 // WORD + GAP, q_rows * 4 // WORD + GAP, dim * 4 + GAP, q_rows * 4 + GAP
@@ -496,13 +542,17 @@ def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any,
             load_state(at(states, (h - h0) * n_state * row), row, at(s.p, h * s.nb2 + source * s.nb3), s.nb0, s.nb1, s.ne0, n_state, s.ne1, dim, tmp)
         for t in range(first, end, q):
             n = min(q, end - t)
+            direct = n if s.ne1 == dim and x.nb0 == 4 else 0  # tokens whose y needs no scratch
             n_rows, n_16 = (n + PAIR - 1) // PAIR * PAIR, (n + LANES - 1) // LANES * LANES
-            pack_c(c_rows, row_n, at(c.p, group * c.nb1 + t * c.nb2 + i3 * c.nb3), c.nb0, c.nb2, s.ne0, n_state, n, n_rows, tmp)
-            pack_b(b_rows, row_q, b_right, row_b, at(b.p, group * b.nb1 + t * b.nb2 + i3 * b.nb3), b.nb0, b.nb2, s.ne0, n_state, n, n_rows, tmp)
+            b_t, c_t = at(b.p, group * b.nb1 + t * b.nb2 + i3 * b.nb3), at(c.p, group * c.nb1 + t * c.nb2 + i3 * c.nb3)
+            share = (q * LANES + (h1 - h0) * n_16 - 1) // ((h1 - h0) * n_16)  # tokens of the next chunk to fetch at each block of rows
+            pack_c(c_rows, row_n, c_t, c.nb0, c.nb2, s.ne0, n_state, n, n_rows, tmp)
+            pack_b(b_rows, row_q, b_right, row_b, b_t, b.nb0, b.nb2, s.ne0, n_state, n, n_rows, tmp)
             multiply_cb(cb, row_cb, c_rows, row_n, b_right, row_b, words, n_16)
             for h in range(h0, h1):
                 own, bias_h, skip_h = at(states, (h - h0) * n_state * row), 0.0, 0.0
                 x_h, z_h = at(x.p, h * x.nb1 + t * x.nb2 + i3 * x.nb3), at(z.p, h * z.nb1 + t * z.nb2 + i3 * z.nb3)
+                y_h = at(y.p, h * y.nb1 + t * y.nb2 + i3 * y.nb3)
                 if bias.ne0 > 0:
                     bias_h = ld_f32(at(bias.p, h * bias.nb0), 0)
                 if skip.ne0 > 0:
@@ -516,9 +566,29 @@ def ssd_scan_chunks(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any,
                 operand = state_operand(s_right, own, row, n_state, vectors)
                 for i in range(0, n_16, LANES):
                     weigh_rows(m, row_q, cb, row_cb, sums, steps, since, until, i)
-                    multiply_rows(rows, row, c_rows, row_n, operand, words, whole, m, row_q, plain, i, vectors)
-                advance_state(own, row, ld_f32(whole, n_rows - 1), b_rows, row_q, weighted, n_rows // WORD, n_state, vectors)
-                finish(at(y.p, h * y.nb1 + t * y.nb2 + i3 * y.nb3), y.nb2, rows, row, x_h, x.nb0, x.nb2, skip.ne0 > 0, skip_h,
-                       z.ne0 > 0, z_h, z.nb0, z.nb2, x.ne0, dim, n, x_tmp)
+                    o, o_row, with_skip = at(rows, i * row), row, 0
+                    if i + LANES <= direct:
+                        o, o_row, with_skip = at(y_h, i * y.nb2), y.nb2, 1 if skip.ne0 > 0 else 0
+                    multiply_rows(o, o_row, c_rows, row_n, operand, row, words, whole, m, row_q, plain, i, vectors, with_skip, skip_h, x_h, x.nb2,
+                                  y_h, y.nb2)
+                    for k in range((((h - h0) * n_16 + i) // LANES) * share, (((h - h0) * n_16 + i) // LANES + 1) * share):
+                        prefetch_read(at(b_t, (q + k) * b.nb2), n_state // LANES)
+                        prefetch_read(at(c_t, (q + k) * c.nb2), n_state // LANES)
+                next_x = at(x_h, x.nb1) if h + 1 < h1 else at(x_h, (h0 - h) * x.nb1 + q * x.nb2)
+                advance_state(own, row, ld_f32(whole, n_rows - 1), b_rows, row_q, weighted, n_rows // WORD, n_state, vectors, next_x, x.nb2, n)
+                finish(y_h, y.nb2, rows, row, x_h, x.nb0, x.nb2, skip.ne0 > 0, skip_h, z.ne0 > 0, z_h, z.nb0, z.nb2, x.ne0, dim,
+                       direct // LANES * LANES, n, x_tmp)
         for h in range(h0, h1):
             store_state(at(state.p, h * state.nb2 + seq * state.nb3), state.nb1, at(states, (h - h0) * n_state * row), row, s.ne0, s.ne1, tmp)
+    if TILES:
+        tiles_off()
+
+
+def _not_bf16(node: Node) -> str | None:
+    return None if node.params["precision"] == "bf16" else "precision is not bf16"
+
+
+_OPTIONS: dict[str, Any] = {"items": _items, "chunk": lambda node: 1, "params": _chunk_and_heads, "scratch": _scratch, "status": True}
+kernel("SSD_SCAN", "cpu", **_OPTIONS)(ssd_scan_chunks)  # serves bf16 too where the CPU has no products of bfloat16, or prec is f32
+kernel("SSD_SCAN", "cpu", when=_not_bf16, needs={"avx512bf16"}, rounds=True, bind=lambda node: _BF16, **_OPTIONS)(ssd_scan_chunks)
+kernel("SSD_SCAN", "cpu", when=_not_bf16, needs={"avx512bf16", "amx-bf16"}, rounds=True, bind=lambda node: _TILES, **_OPTIONS)(ssd_scan_chunks)
