@@ -221,6 +221,14 @@ def test_shares_of_the_ceiling(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert r["gbps_share"] == pytest.approx(r["gbps"]) and r["gflops_share"] == pytest.approx(r["gflops"] / 2)
 
 
+def test_plans_made_inside_timed_runs_are_noted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyggml.runtime import context
+    monkeypatch.setattr(context, "MAX_PLANS", 1)
+    assert main(["bench", "-p", "3", "-n", "0", "-ub", "2", "--mamba2", "scan", "-o", "json", *QUICK]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)[0]["n_plans_timed"] == 4 and "note: pp3, scan: 4 plans made inside the timed runs" in err
+
+
 # -- swapped ops ----------------------------------------------------------------------------------------------------------
 
 def run_swapped(variant: Variant, y: pg.Tensor, x: pg.Tensor, value: np.ndarray) -> tuple[np.ndarray, list[str]]:
@@ -431,5 +439,5 @@ def test_a_graph_of_another_shape(mine: str) -> None:
 
 
 def test_options_without_effect_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "-p", "2", "-n", "0", "-ngl", "99", "-fa", "1", *QUICK]) == 0
-    assert capsys.readouterr().err.splitlines()[0].startswith("note: -ngl and -fa without effect")
+    assert main(["bench", "-p", "2", "-n", "0", "-ngl", "99", "-fa", "1", "-mmp", "0", *QUICK]) == 0
+    assert capsys.readouterr().err.splitlines()[0].startswith("note: without effect: -ngl (there is no GPU backend), -fa (")

@@ -27,13 +27,14 @@ from pyggml.cpu.level import describe
 from pyggml.errors import ParamError
 from pyggml.models import Model
 from pyggml.models.fabricate import FILE_TYPES
+from pyggml.runtime.context import MAX_PLANS
 from pyggml.testing import nmse
 from pyggml.tools.benchcases import Case, cases, context_lists, each, grouped, ignored_options, note_ignored, pair, ranges, several, sweep_options
 from pyggml.tools.benchpeer import Peer, PeerLane, find_peer
 from pyggml.tools.benchprofile import PROFILE, op_share, profile_rows, show_profile
 from pyggml.tools.benchrun import LogitsCheck, ModelLane, Models, Rates, Sample, bench_tokens, form_ran, pieces, rates, take_turns
 from pyggml.tools.benchswap import Variant, free_ops, replaced_op
-from pyggml.tools.common import form_name, human_bytes, human_count, note, whole
+from pyggml.tools.common import counted, form_name, human_bytes, human_count, note, whole
 from pyggml.tools.probe import ceiling
 from pyggml.tools.records import FORMATS, Column, Row, number, write_rows
 
@@ -183,6 +184,8 @@ class Bench:
                 row |= {"gflops_share": work.flops / seconds / most.flops, "gbps_share": work.nbytes / seconds / most.bytes_per_second}
         how = " ".join([str(row["mamba2"]), *([f"chunk {row['chunk']}"] if row["chunk"] else []), *([row["ssd_precision"]] if row["ssd_precision"] else [])])
         row["rate"] = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
+        if lane.plans_timed:
+            note(f"note: {case.name}, {how}: {counted(lane.plans_timed, 'plan')} made inside the timed runs, as a context keeps {MAX_PLANS}; nothing compiled")
         if lane.variant is not None and lane.variant.free:
             return {**row, "check": "invalid by design"}
         row["logits_nmse"], fault = self.check.error(case, how, samples[-1].logits)

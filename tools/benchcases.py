@@ -94,16 +94,19 @@ def sweep_options(p: argparse.ArgumentParser) -> None:
     several(p, "--type-s", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the SSM states (f32)")
 
 
+IGNORED = {"-ngl": "there is no GPU backend", "-fa": "there is one kind of attention", "-mmp": "files are always mapped"}
+
+
 def ignored_options(p: argparse.ArgumentParser) -> None:
     """Options that command lines for llama.cpp hold and that change nothing here; see `note_ignored`."""
-    p.add_argument("-ngl", "--n-gpu-layers", metavar="N", help="accepted; without effect, as there is no GPU backend")
-    p.add_argument("-fa", "--flash-attn", nargs="?", const="on", metavar="on|off|auto", help="accepted; without effect, as the CPU graph has one attention")
+    for flags, metavar in ((("-ngl", "--n-gpu-layers"), "N"), (("-fa", "--flash-attn"), "on|off|auto"), (("-mmp", "--mmap"), "0|1")):
+        p.add_argument(*flags, dest=flags[0].strip("-"), nargs="?", const="on", metavar=metavar, help=f"accepted; without effect, as {IGNORED[flags[0]]}")
 
 
 def note_ignored(args: argparse.Namespace) -> str | None:
     """One line that names the options given without effect; None when there are none."""
-    given = [flag for flag, value in (("-ngl", args.n_gpu_layers), ("-fa", args.flash_attn)) if value is not None]
-    return f"note: {' and '.join(given)} without effect: the model runs on the CPU, with its one kind of attention" if given else None
+    given = [f"{flag} ({why})" for flag, why in IGNORED.items() if getattr(args, flag.strip("-")) is not None]
+    return f"note: without effect: {', '.join(given)}" if given else None
 
 
 @dataclass(frozen=True, slots=True)
