@@ -61,14 +61,14 @@ def open_context(model: Model, s: Settings, *, n_ctx: int, n_seq_max: int = 1) -
 
 
 def form_ran(model: Model, s: Settings, n_seq_tokens: int, n_seqs: int) -> Row:
-    """Which Mamba2 form a graph of so many tokens takes, and its chunk (ssd-fused chooses its own when none is given) and precision; None for
-    what there is not."""
+    """Which Mamba2 form a graph of so many tokens takes, and its chunk (all but ssd choose their own when none is given) and precision; None
+    for what there is not."""
     row: Row = {"mamba2": None, "chunk": None, "ssd_precision": None}
     if not model.has_recurrent_state:
         return row
     ran = model.form_for(s.mamba2, n_seq_tokens)
     row["mamba2"] = form_name(s.mamba2) if ran == "user" else ran
-    if ran == "ssd" or (ran == "ssd-fused" and s.chunk is not None):
+    if ran == "ssd" or (ran != "scan" and s.chunk is not None):
         row["chunk"] = chunk_size(s.chunk, n_seq_tokens, n_seqs, SSM(model.hparams).n_head)
     if ran == "ssd-fused":
         row["ssd_precision"] = s.ssd_precision
