@@ -59,8 +59,8 @@ class GgmlBackend:
 
     name = "ggml"
 
-    def __init__(self, *, threads: int | None = None, poll: int = 50, reuse: bool = True, poison: bool = False) -> None:
-        self.lib = load()
+    def __init__(self, *, threads: int | None = None, poll: int = 50, reuse: bool = True, poison: bool = False, lib: str | None = None) -> None:
+        self.lib = load(lib)
         self.threads = n_cores() if threads is None else threads
         if not isinstance(self.threads, int) or isinstance(self.threads, bool) or not 1 <= self.threads <= MAX_THREADS:
             raise ParamError(f"threads: {threads!r}; legal: 1 to {MAX_THREADS}")

@@ -89,7 +89,7 @@ def _named(build: Callable[..., Any], name: str, sig: str) -> Intrinsic:
 
 
 _PRODUCT = "void(ptr, i64, ptr, i64, ptr, i64, i64)"
-_ONTO = "void(ptr, i64, f32, ptr, i64, ptr, i64, i64)"
+_ONTO = "void(ptr, i64, f32, ptr, i64, ptr, i64, i64, ptr)"
 _TWO = "void(ptr, i64, ptr, i64, ptr, i64, i64, ptr, ptr, i64, ptr, i64, i64, i64, f32, ptr, i64)"
 
 
@@ -103,12 +103,15 @@ def _product(words: Words, vectors: int, name: str) -> Intrinsic:
 
 
 def _product_onto(words: Words, vectors: int, name: str) -> Intrinsic:
-    def build(b: Any, ir: Any, dst: Any, dst_row: Any, factor: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any) -> None:
+    def build(b: Any, ir: Any, dst: Any, dst_row: Any, factor: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any, pairs: Any) -> None:
         factors = splat(b, ir, factor)
         for part in _parts(vectors):
             acc = {(r, v): b.fmul(load_floats(b, ir, _place(b, ir, dst, dst_row, r, v)), factors) for r, v in part}
-            for (r, v), total in _sum_products(b, ir, words, acc, a, a_row, x, x_row, n).items():
+            acc = _sum_products(b, ir, words, acc, a, a_row, x, x_row, n)
+            for (r, v), total in acc.items():
                 store_floats(b, _place(b, ir, dst, dst_row, r, v), total)
+                if words is _bf16_words and r % 2:
+                    store_words(b, _place(b, ir, pairs, dst_row, r // 2, v), paired(b, ir, acc[r - 1, v], total))
     return _named(build, name, _ONTO)
 
 
@@ -131,7 +134,7 @@ def _two_products(words: Words, vectors: int, name: str) -> Intrinsic:
 # dst = a b: (dst, bytes of a row, a, bytes of a row, b, bytes of a row, words of k).
 product_f32_1, product_f32_2, product_f32_3 = (_product(_float_words, v, f"product_f32_{v}") for v in (1, 2, 3))
 product_bf16_1, product_bf16_2, product_bf16_3 = (_product(_bf16_words, v, f"product_bf16_{v}") for v in (1, 2, 3))
-# dst = factor dst + a b: (dst, bytes of a row, factor, then as above).
+# dst = factor dst + a b: (dst, bytes of a row, factor, then as above, and where the results go as a right operand too if those are bfloat16).
 onto_f32_1, onto_f32_2, onto_f32_3 = (_product_onto(_float_words, v, f"onto_f32_{v}") for v in (1, 2, 3))
 onto_bf16_1, onto_bf16_2, onto_bf16_3 = (_product_onto(_bf16_words, v, f"onto_bf16_{v}") for v in (1, 2, 3))
 # dst = (a b) factors[row] + a2 b2 (+ factor c): (dst, bytes of a row, a and b as above, factors, a2 and b2 as above, 1 to add c or 0, factor, c,
@@ -189,16 +192,20 @@ def _tile_product(vectors: int, name: str) -> Intrinsic:
 
 
 def _tile_onto(vectors: int, name: str) -> Intrinsic:
-    def build(b: Any, ir: Any, dst: Any, dst_row: Any, factor: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any) -> None:
+    def build(b: Any, ir: Any, dst: Any, dst_row: Any, factor: Any, a: Any, a_row: Any, x: Any, x_row: Any, n: Any, pairs: Any) -> None:
         sums, row, factors = _buffer(b, ir), n.type(vectors * LANES * 4), splat(b, ir, factor)
         _tile_products(b, ir, sums, row, a, a_row, x, x_row, n, 2, vectors)
 
-        def add(r: Any, _: Sequence[Any]) -> list[Any]:
+        def add(pair: Any, _: Sequence[Any]) -> list[Any]:
+            to, own = b.gep(dst, [b.mul(pair, b.shl(dst_row, n.type(1)))]), b.gep(sums, [b.mul(pair, b.shl(row, n.type(1)))])
             for v in range(vectors):
-                place, own = b.gep(dst, [b.add(b.mul(r, dst_row), n.type(v * LANES * 4))]), b.gep(sums, [b.add(b.mul(r, row), n.type(v * LANES * 4))])
-                store_floats(b, place, multiply_add(b, ir, load_floats(b, ir, place), factors, load_floats(b, ir, own)))
+                totals = [multiply_add(b, ir, load_floats(b, ir, _place(b, ir, to, dst_row, r, v)), factors, load_floats(b, ir, _place(b, ir, own, row, r, v)))
+                          for r in (0, 1)]
+                for r in (0, 1):
+                    store_floats(b, _place(b, ir, to, dst_row, r, v), totals[r])
+                store_words(b, b.gep(pairs, [b.add(b.mul(pair, dst_row), n.type(v * LANES * 4))]), paired(b, ir, *totals))
             return []
-        loop(b, ir, n.type(2 * TILE_ROWS), [], add)
+        loop(b, ir, n.type(TILE_ROWS), [], add)
     return _named(build, name, _ONTO)
 
 
@@ -246,6 +253,39 @@ def _prefetch(write: int, name: str) -> Intrinsic:
 
 # Ask for the n vectors at p ahead of their use; any address will do.
 prefetch_read, prefetch_write = _prefetch(0, "prefetch_read"), _prefetch(1, "prefetch_write")
+
+
+_FLUSH = 0x8040  # MXCSR: numbers below the normal range are 0, as results and as operands
+
+
+def _set_mode(b: Any, ir: Any, mode: Callable[[Any], Any]) -> Any:
+    """Change MXCSR by `mode(old)`, where there is one; the old value."""
+    from pyggml.cpu.level import machine
+    i32 = ir.IntType(32)
+    if machine() != "x86_64":
+        return i32(0)
+    with b.goto_entry_block():
+        place = b.alloca(i32)
+    p = b.bitcast(place, ir.IntType(8).as_pointer())
+    fn = ir.FunctionType(ir.VoidType(), [p.type])
+    b.call(b.module.declare_intrinsic("llvm.x86.sse.stmxcsr", (), fn), [p])
+    old = b.load(place)
+    b.store(mode(old), place)
+    b.call(b.module.declare_intrinsic("llvm.x86.sse.ldmxcsr", (), fn), [p])
+    return old
+
+
+@intrinsic("i32()")
+def flush_tiny(b: Any, ir: Any) -> Any:
+    """From here on this thread takes numbers below the normal range for 0, where the CPU can: on some CPUs each costs a hundred cycles, and
+    products of decays are full of them. Gives what `restore_tiny` takes at the kernel's end."""
+    return _set_mode(b, ir, lambda old: b.or_(old, ir.IntType(32)(_FLUSH)))
+
+
+@intrinsic("void(i32)")
+def restore_tiny(b: Any, ir: Any, old: Any) -> None:
+    """Undo flush_tiny."""
+    _set_mode(b, ir, lambda _: old)
 
 
 # -- to bfloat16 -----------------------------------------------------------------------------------------------------------
