@@ -146,7 +146,7 @@ def test_fault_127_the_asked_form_is_in_every_recurrent_layer(tmp_path: Path, ar
     scan, ssd = model.graph(64, mamba2="scan"), model.graph(64, mamba2="ssd")
     assert scan.stats().by_op["SSM_SCAN"] == len(layers) and "SSM_SCAN" not in ssd.stats().by_op
     for il in layers:
-        assert ssd.find(f"next_state_updated-{il}").op == "MUL_MAT"
+        assert ssd.find(f"CB-{il}").op == "MUL_MAT"
     with pytest.raises(ParamError, match="mamba2 'fast'; legal: auto, scan, ssd, ssd-fused"):
         model.graph(64, mamba2="fast")
 
