@@ -332,5 +332,5 @@ def test_auto_takes_the_faster_form() -> None:
         assert model.form_for("auto", n) == (auto_form("cpu", n, d_state) if n > 1 else "scan")
         assert model.form_for("ssd", n) == ("ssd" if n > 1 else "scan")
     ctx = model.context(backend="reference", n_ctx=64)
-    ctx.decode(IDS[:40])
+    ctx.decode((IDS * 2)[:40])
     assert ctx.forms_used() == "scan at 40"
