@@ -51,7 +51,7 @@ _P = c_void_p  # an address: of a tensor, a graph, a backend
 # Functions that make a tensor: C types of the arguments after the context.
 TENSOR_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("abs", "cont", "cumsum", "exp", "expm1", "gelu", "log", "mean", "neg", "reglu", "reglu_swapped", "relu", "sgn", "sigmoid",
-                     "silu", "softplus", "sqr", "sqrt", "step", "sum_rows", "swiglu", "swiglu_swapped", "tanh"), (_P,)),
+                     "silu", "softplus", "sqr", "sqrt", "step", "sum_rows", "swiglu", "swiglu_swapped", "tanh", "transpose"), (_P,)),
     **dict.fromkeys(("add", "cpy", "div", "get_rows", "mul", "mul_mat", "reglu_split", "ssm_conv", "sub", "swiglu_split"), (_P, _P)),
     **dict.fromkeys(("argsort", "cast", "top_k", "tri"), (_P, c_int)),
     **dict.fromkeys(("fill", "norm", "rms_norm"), (_P, c_float)),
