@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from pyggml.backends.base import PRECISIONS, check_array, decode, require_input, require_inputs_set, typed_view
 from pyggml.cpu import tape as tp
 from pyggml.cpu.compile import ARG_WORDS, HEADER_WORDS, Progress, kernels_for
-from pyggml.cpu.fuse import group, launch_of
+from pyggml.cpu.fuse import finish_of, group, join, launch_of
 from pyggml.cpu.launch import Launch, launch, launch_prepared
 from pyggml.cpu.level import check_level, host_level, level_features, n_cores
 from pyggml.cpu.simd import BAD_SPAN, RAISED
@@ -66,7 +67,7 @@ class CpuBackend:
         prepared = _PreparedInputs()
 
         def choose(step: Step) -> list[Step]:
-            node = step.nodes[-1]
+            node = step.nodes[0]
             before: list[Step] = []
             if node.op.pointwise is not None:
                 step.kernel = launch_of(step)
@@ -80,12 +81,21 @@ class CpuBackend:
                     made, before = prepared.of(k.options["before"](node), node)
                     step.ins = [*step.ins, made]
                 step.kernel = launch(k, node, made)
+                if len(step.nodes) > 1:
+                    _end_with(step)
                 if node.op.inplace is not None:
                     prepared.written(node.out)
             step.kernel_name, step.scratch = step.kernel.name, step.kernel.scratch
             return before
 
-        plan = make_plan(graph, choose, fuse=group if self.fuse else None, reuse=self.reuse, guard=self.guard)
+        def ends_with_chains(node: Node) -> bool:
+            k = choose_kernel(node, "cpu", self._unfit)[0]
+            return k is not None and bool(k.options.get("epilogue"))
+
+        def fused(graph: Graph) -> list[Step]:
+            return join(graph, group(graph), ends_with_chains)
+
+        plan = make_plan(graph, choose, fuse=fused if self.fuse else None, reuse=self.reuse, guard=self.guard)
         if refused:
             raise UnsupportedOp("; ".join(refused))
         return plan
@@ -96,6 +106,16 @@ class CpuBackend:
         specs = [s.kernel.spec for s in plan.steps]
         kernels_for().addresses(TAPE_KERNELS if self.level != host_level() else [*specs, *TAPE_KERNELS], self.progress)  # all in one go
         return CpuRunner(self, plan, kernels_for(self.level).addresses(specs, self.progress))
+
+
+def _end_with(step: Step) -> None:
+    """Bind a step's chain to the kernel of its first node, whose output the chain's result replaces."""
+    first, *chain = step.nodes
+    k: Launch = step.kernel
+    finish, k.extra, k.extra_params = finish_of(chain, first.out)
+    k.spec = replace(k.spec, binds={**k.spec.binds, "finish": finish})
+    k.operands = [chain[-1].out if t is first.out else t for t in k.operands]
+    k.name = "+".join([k.name, *(n.op.name.lower() for n in chain)])
 
 
 class _PreparedInputs:
@@ -178,7 +198,7 @@ class CpuRunner:
         self._arena, self._scratch = self.memory.arena, self.memory.scratch
         addresses = self._addresses
         launches: list[Launch] = [s.kernel for s in self.plan.steps]
-        sizes = [-(-(HEADER_WORDS + ARG_WORDS * len(k.operands) + len(k.params)) // 8) * 8 for k in launches]
+        sizes = [-(-(HEADER_WORDS + ARG_WORDS * len([*k.operands, *k.extra]) + len([*k.params, *k.extra_params])) // 8) * 8 for k in launches]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._records = aligned(max(int(starts[-1]), 1) * 8).view(np.int64)
         self._tape = np.zeros(3 * len(launches), np.int64)
@@ -186,10 +206,10 @@ class CpuRunner:
         single = [k.items <= k.chunk for k in launches] + [False]
         for i, k in enumerate(launches):
             words: list[int] = [k.items, k.chunk, 0, self._status[i].ctypes.data, self._scratch.ctypes.data, self._scratch_stride]
-            for t in k.operands:
-                words += [0] * ARG_WORDS if t is None else [self.address(t), *t.ne, *t.nb]
-            for p in k.params:
-                words.append(int(np.float64(p).view(np.int64)) if isinstance(p, float) else p)
+            for operands, params in ((k.operands, k.params), (k.extra, k.extra_params)):
+                for t in operands:
+                    words += [0] * ARG_WORDS if t is None else [self.address(t), *t.ne, *t.nb]
+                words += [int(np.float64(p).view(np.int64)) if isinstance(p, float) else p for p in params]
             self._records[starts[i]:starts[i] + len(words)] = words
             last = i == len(launches) - 1
             sync = tp.SYNC if last or not (single[i] and single[i + 1]) else 0
