@@ -512,6 +512,19 @@ def test_holes_are_found() -> None:
     assert "raise ShapeError('HOLEY: 77')" in unmet and not any("too many rows" in w for w in unmet)
 
 
+def test_a_kernel_for_better_cpus_hides_none() -> None:
+    """Kernels that need features stand before the ones that serve CPUs without them; a case for all three runs all three."""
+    d = OpDef("LAYERED", _holey, ("x",), ("out",), "user", False, None, False, 0.0)
+    d.kernels["cpu"] = [KernelDef("best", _copy, None, {"needs": {"a", "b"}}), KernelDef("better", _copy, None, {"needs": {"a"}}), KernelDef("plain", _copy),
+                        KernelDef("hidden", _copy)]
+
+    @d.cases
+    def cases() -> Iterator[Case]:
+        yield case(f32(4))
+
+    assert [h.name for h in coverage([d]).holes if h.kind == "kernel"] == ["hidden"]
+
+
 def test_checks_are_found_in_source(tmp_path: Path) -> None:
     path = tmp_path / "defs.py"
     path.write_text("def f(x):\n    require(x,\n            'a')\n    require_type('A', 'x', x)\n    _require_plain(x)\n    other(x)\n    raise ValueError\n",
