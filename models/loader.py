@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
@@ -214,8 +215,14 @@ def layer_dims(hp: Any, kind: str, il: int, n_vocab: int) -> dict[str, int]:
 
 
 def check_mamba2(mamba2: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    """`mamba2` itself when it names a form or is a function."""
-    if not callable(mamba2) and mamba2 not in ("auto", *FORMS):
+    """`mamba2` itself when it names a form or is a function that can be called as mamba2_layer is."""
+    if callable(mamba2):
+        try:
+            inspect.signature(mamba2).bind("x", "weights", "conv", "ssm", "hparams", form="user", chunk=None)
+        except (TypeError, ValueError) as e:
+            name = getattr(mamba2, "__name__", repr(mamba2))
+            raise ParamError(f"mamba2 function {name}: {e}; legal: {name}(x, weights, conv, ssm, hparams, *, form, chunk)") from None
+    elif mamba2 not in ("auto", *FORMS):
         raise ParamError(f"mamba2 {mamba2!r}; legal: auto, {', '.join(FORMS)}, or a function with the signature of mamba2_layer")
     return mamba2
 
