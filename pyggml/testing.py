@@ -90,18 +90,17 @@ def fabricate(arch: str, path: str | os.PathLike[str], *, seed: int = 0, drop: t
 
 def compile_cases(cases: Iterable[Case] | None = None) -> int:
     """Compile the kernels of cases (default: all) in one go, so that a test run does not ask for them one by one. Their number."""
-    from pyggml.backends import open_backend
+    from pyggml.backends.cpu import CpuBackend
     from pyggml.cases import all_cases
-    from pyggml.cpu.compile import KernelSpec, kernels_for
+    from pyggml.cpu.compile import kernels_for
     from pyggml.cpu.team import TAPE_KERNELS
     from pyggml.errors import UnsupportedOp
     from pyggml.graph import Graph
 
-    backend: Any = open_backend("cpu")
-    specs: list[KernelSpec] = list(TAPE_KERNELS)
+    backend, specs = CpuBackend(), list(TAPE_KERNELS)
     for c in all_cases() if cases is None else cases:
         try:
-            specs += [s.kernel.spec for s in backend.plan(Graph(c.node().outputs)).steps]
+            specs += [step.kernel.spec for step in backend.plan(Graph(c.node().outputs)).steps]
         except UnsupportedOp:
             continue
     kernels_for().addresses(specs)

@@ -13,10 +13,11 @@ import pyggml as pg
 from pyggml.errors import FormatError, ModelError, ParamError, ShapeError
 from pyggml.gguf import read_gguf
 from pyggml.models.base import Weights
+from pyggml.models.ssd import auto_form
 from pyggml.testing import fabricate, nmse
 
 ARCHS = ("mamba2", "granitehybrid", "nemotron_h")
-FORMS = ("scan", "ssd")
+FORMS = ("scan", "ssd", "ssd-fused")
 F32_CACHE = {"type_k": "f32", "type_v": "f32", "prec": "f32"}
 IDS = [int(i) for i in np.random.default_rng(5).integers(1, 257, 37)]
 
@@ -146,8 +147,8 @@ def test_fault_127_the_asked_form_is_in_every_recurrent_layer(tmp_path: Path, ar
     scan, ssd = model.graph(64, mamba2="scan"), model.graph(64, mamba2="ssd")
     assert scan.stats().by_op["SSM_SCAN"] == len(layers) and "SSM_SCAN" not in ssd.stats().by_op
     for il in layers:
-        assert ssd.find(f"next_state_updated-{il}").op == "MUL_MAT"
-    with pytest.raises(ParamError, match="mamba2 'fast'; legal: auto, scan, ssd"):
+        assert ssd.find(f"CB-{il}").op == "MUL_MAT"
+    with pytest.raises(ParamError, match="mamba2 'fast'; legal: auto, scan, ssd, ssd-fused"):
         model.graph(64, mamba2="fast")
 
 
@@ -234,7 +235,7 @@ def test_fault_19_head_sizes_of_real_models_and_odd_ones(sizes: tuple[int, int, 
 
 
 def test_layer_errors() -> None:
-    with pytest.raises(ParamError, match="form 'fast'; legal: scan, ssd"):
+    with pytest.raises(ParamError, match="form 'fast'; legal: scan, ssd, ssd-fused"):
         layer(3, 1, 1, "fast")
     with pytest.raises(ParamError, match="chunk 0; legal"):
         layer(3, 1, 1, "ssd", 0)
@@ -318,3 +319,18 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(FormatError):
         pg.load_model(tmp_path / "x.gguf")
+
+
+def test_auto_takes_the_faster_form() -> None:
+    """The recurrence for few tokens and small states, SSD_SCAN beyond; a backend without that op keeps the recurrence."""
+    model = pg.load_model(pg.models.demo_path())
+    d_state = model.hparams.ssm_d_state
+    assert [auto_form("cpu", n, 128) for n in (2, 31, 32, 4096)] == ["scan", "scan", "ssd-fused", "ssd-fused"]
+    assert [auto_form("cpu", n, 128, "bf16") for n in (15, 16)] == ["scan", "ssd-fused"]
+    assert auto_form("cpu", 4096, 16) == auto_form("ggml", 4096, 128) == "scan"
+    for n in (1, 8, 100):
+        assert model.form_for("auto", n) == (auto_form("cpu", n, d_state) if n > 1 else "scan")
+        assert model.form_for("ssd", n) == ("ssd" if n > 1 else "scan")
+    ctx = model.context(backend="reference", n_ctx=64)
+    ctx.decode((IDS * 2)[:40])
+    assert ctx.forms_used() == "scan at 40"

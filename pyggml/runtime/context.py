@@ -44,10 +44,11 @@ class RunnableModel(Protocol):
     def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int, flash_attn: bool) -> GraphInputs:
         """Input tensors of a ubatch's graph, and how it computes attention."""
 
-    def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None) -> tuple[Tensor, list[Tensor]]:
+    def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None,
+              precision: str = "f32", backend: str = "cpu") -> tuple[Tensor, list[Tensor]]:
         """The logits of a ubatch and the in-place state updates."""
 
-    def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str:
+    def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int, precision: str = "f32", backend: str = "cpu") -> str:
         """Name of the Mamba2 form that a graph of this many tokens per sequence takes."""
 
 
@@ -74,7 +75,7 @@ class Context:
     """Memory and plans for a model; made by `model.context(...)`. One call at a time: a second thread's gets ContextError."""
 
     def __init__(self, model: RunnableModel, *, backend: str, threads: int | None, n_ctx: int, n_ubatch: int, n_seq_max: int,
-                 mamba2: str | Callable[..., Any], chunk: int | str | None, types: dict[str, DType], options: dict[str, Any],
+                 mamba2: str | Callable[..., Any], chunk: int | str | None, ssd_precision: str, types: dict[str, DType], options: dict[str, Any],
                  threads_batch: int | None = None, flash_attn: bool | str = "auto") -> None:
         for name, value in (("n_ctx", n_ctx), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max)):
             _check_count(name, value, 1)
@@ -84,6 +85,7 @@ class Context:
         self.n_seq_max = n_seq_max
         self.mamba2 = mamba2
         self.chunk = chunk
+        self.ssd_precision = ssd_precision
         if not isinstance(flash_attn, bool) and flash_attn != "auto":
             raise ParamError(f"flash_attn {flash_attn!r}; legal: True, False, 'auto'")
         self.flash_attn = flash_attn
@@ -237,7 +239,7 @@ class Context:
 
     def _graph(self, key: tuple[int, int, int, int], flash_attn: bool) -> tuple[GraphInputs, Tensor, Graph]:
         inp = self.model.inputs(*key, flash_attn)
-        logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk)
+        logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk, self.ssd_precision, self.backend.name)
         return inp, logits, Graph([logits, *updates])
 
     def prepare(self, n_tokens: int, seq: int = 0) -> None:
@@ -260,7 +262,7 @@ class Context:
 
     def forms_used(self) -> str:
         """The Mamba2 forms of the plans made so far, by tokens per sequence: `ssd at 600, scan at 1`."""
-        forms = {n: self.model.form_for(self.mamba2, n) for n, *_ in self._plans}
+        forms = {n: self.model.form_for(self.mamba2, n, self.ssd_precision, self.backend.name) for n, *_ in self._plans}
         return ", ".join(f"{form} at {n}" for n, form in sorted(forms.items(), reverse=True))
 
     @property
