@@ -56,7 +56,7 @@ def launch(kernel: KernelDef, node: Node, prepared: Tensor | None = None) -> Lau
 
 def launch_prepared(p: Prepared) -> Launch:
     """The launch that prepares an input."""
-    return _launch(p.fn, p.fn.__name__, [p.out, p.source], p.out, False, p.options)
+    return _launch(p.fn, p.fn.__name__, [p.out, p.source, *p.more], p.out, False, p.options)
 
 
 def _launch(fn: Callable[..., Any], name: str, operands: list[Tensor | None], out: Tensor, status: bool, o: dict[str, Any]) -> Launch:
