@@ -272,6 +272,22 @@ def written(output: str, rows: list[dict[str, Any]] = ROWS) -> str:
     return out.getvalue()
 
 
+@pytest.mark.parametrize("error", (KeyboardInterrupt(), ParamError("no"), MemoryError()), ids=repr)
+@pytest.mark.parametrize("output", FORMATS)
+def test_rows_that_are_finished_are_printed(output: str, error: BaseException) -> None:
+    """When the third row fails the other two are there, whole; when the first one fails, no row, and of tables and JSON nothing."""
+    def rows(n: int) -> Iterator[dict[str, Any]]:
+        yield from ROWS[:n]
+        raise error
+
+    for n in (2, 0):
+        out = io.StringIO()
+        with pytest.raises(type(error)):
+            write_rows(rows(n), COLUMNS, output, out, "ops")
+        heads = {"csv": 1, "sql": 1}.get(output, 0)
+        assert out.getvalue() == (written(output) if n else "".join(written(output).splitlines(True)[:heads]))
+
+
 def test_rows_in_every_format() -> None:
     assert written("console").splitlines() == ["op   case      limit   n", "ADD  a|b, 'c'    0.5   3", "TRI              inf  12"]
     assert written("md").splitlines() == ["| op  | case      | limit |   n |", "| --- | --------- | ----: | --: |", "| ADD | a\\|b, 'c' |   0.5 |   3 |",
@@ -333,6 +349,7 @@ def test_a_failing_case_is_named_with_a_way_to_repeat_it(capsys: pytest.CaptureF
     (("-o", "CUMSUM(type=f32)"), 2, "pyggml test-ops: -o: CUMSUM: a case needs ne of x"),
     (("-p", "no such text"), 1, "pyggml test-ops: no case matches -p no such text"),
     (("-o", "MUL_MAT", "-p", "type_a=f32.*m=4096"), 1, "pyggml test-ops: all 7 cases that match are large; --large tests them"),
+    (("--from", str(demo_path())), 1, "is not UTF-8"),
     (("--from", "/no/such/file"), 1, "pyggml test-ops: --from /no/such/file: No such file"),
     (("--from-model", "/no/such/file"), 1, "/no/such/file"),
 ])
@@ -510,6 +527,19 @@ def test_holes_are_found() -> None:
                      ("refusal", "the call was accepted"), ("refusal", "it ended in ShapeError: HOLEY: too many rows")}
     unmet = [h.what for h in holes if h.kind == "check"]
     assert "raise ShapeError('HOLEY: 77')" in unmet and not any("too many rows" in w for w in unmet)
+
+
+def test_a_kernel_for_better_cpus_hides_none() -> None:
+    """Kernels that need features stand before the ones that serve CPUs without them; a case for all three runs all three."""
+    d = OpDef("LAYERED", _holey, ("x",), ("out",), "user", False, None, False, 0.0)
+    d.kernels["cpu"] = [KernelDef("best", _copy, None, {"needs": {"a", "b"}}), KernelDef("better", _copy, None, {"needs": {"a"}}), KernelDef("plain", _copy),
+                        KernelDef("hidden", _copy)]
+
+    @d.cases
+    def cases() -> Iterator[Case]:
+        yield case(f32(4))
+
+    assert [h.name for h in coverage([d]).holes if h.kind == "kernel"] == ["hidden"]
 
 
 def test_checks_are_found_in_source(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import csv
 import dataclasses
 import io
@@ -404,6 +405,36 @@ def test_without_a_peer_there_is_one_line(tmp_path: Path, capsys: pytest.Capture
         assert why in line
 
 
+def test_a_peer_that_talks_nonsense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python = tmp_path / "python"
+    for said in ("Welcome to this shell", "[1]"):
+        python.write_text(f"#!/bin/sh\nread line\necho '{said}'\nread line\n")
+        python.chmod(0o755)
+        assert main(["bench", "-p", "2", "-n", "0", "--peer", str(python), "-o", "json", *QUICK]) == 0
+        out, err = capsys.readouterr()
+        assert len(json.loads(out)) == 1
+        assert err == f"note: --peer {python}: it answered '{said}'; expected an object in JSON; the bench goes on without a peer\n"
+
+
+def test_a_peer_that_dies_leaves_what_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It answers the first test's hello, open, warm-up and two runs, then it ends."""
+    reply = json.dumps({"version": "0", "seconds": 1.0, "first_seconds": 1.0, "logits": base64.b64encode(np.ones(8192, np.float32).tobytes()).decode()})
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nfor i in 1 2 3 4 5; do read line; echo '{reply}'; done\n")
+    python.chmod(0o755)
+    assert main(["bench", "-p", "2,3", "-n", "0", "--peer", str(python), "-o", "json", *QUICK]) == 1
+    out, err = capsys.readouterr()
+    assert [(r["test"], r["backend"]) for r in json.loads(out)] == [("pp2", "cpu"), ("pp2", "llama.cpp")]
+    assert "the process ended with code" in err and "Traceback" not in err
+
+
+def test_profiles_that_are_finished_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for output in ("md", "csv"):
+        assert main(["bench", "-m", f"{pg.models.demo_path()},none.gguf", "-p", "2", "-n", "0", "--profile", "-o", output, *QUICK]) == 1
+        out, err = capsys.readouterr()
+        assert "pp2" in out and "host" in out and "none.gguf" in err
+
+
 # -- errors ---------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("args", "message"), [
@@ -411,6 +442,10 @@ def test_without_a_peer_there_is_one_line(tmp_path: Path, capsys: pytest.Capture
     (["--noop", "NONE"], "unknown op 'NONE'"),
     (["--replace", "SILU"], "--replace 'SILU'; legal: OP=MODULE:FUNCTION"),
     (["--replace", "SILU=nowhere:f"], "'nowhere:f': nowhere cannot be imported"),
+    (["--replace", "SILU=os:getcwd"], "--replace SILU=os:getcwd: too many positional arguments; legal: FUNCTION(a), or a kernel, whose last arguments are i0"),
+    (["--replace", "SCALE=math:sqrt"], "got an unexpected keyword argument 's'; legal: FUNCTION(a, s, b), or a kernel"),
+    (["--replace", "SILU=builtins:dict"], "--replace SILU=builtins:dict: no signature found"),
+    (["--mamba2", "os:getcwd"], "mamba2 function getcwd: too many positional arguments; legal: getcwd(x, weights, conv, ssm, hparams, *, form, chunk)"),
     (["-p", "0", "-n", "0"], "nothing to run"),
     (["-m", "none.gguf"], "none.gguf"),
     (["--backend", "cpu,ggml", "--profile"], "backend ggml: --noop"),

@@ -71,7 +71,7 @@ def test_every_part_is_where_it_should_be(tmp_path: Path) -> None:
     part = {n.name: (n.part, n.layer) for n in g.nodes}
     assert part["ssm_in-0"] == ("in-proj", 0) and part["conv_output_silu-0"] == ("conv", 0) and part["surrogate_attention_matrix-2"] == ("scan", 2)
     assert part["mamba2_gated-2"] == ("gated norm", 2) and part["mamba_out-0"] == ("out-proj", 0) and part["conv_state-0"] == ("state", 0)
-    assert part["kq-1"] == ("attention", 1) and part["ffn_up-1"] == ("mlp", 1) and part["l_out-1"] == ("residual", 1)
+    assert part["__fattn__-1"] == ("attention", 1) and part["ffn_up-1"] == ("mlp", 1) and part["l_out-1"] == ("residual", 1)
     assert part["inp_embd"] == ("embedding", None) and part["result_output"] == ("head", None)
     layers = [n.layer for n in g.nodes if n.layer is not None]
     assert set(layers) == {0, 1, 2}
@@ -106,7 +106,8 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^ssd: (\d+) nodes at 64 = 512 = 4096 tokens$", out, re.M)
     for title in ("by part of a layer", "by op", "fusion groups", "largest tensors of the plan"):
         assert f"ssd, 512 tokens, {title}" in out
-    assert re.search(r"^attention +2 +\d+ ", out, re.M) and re.search(r"^ *\d+  ADD \+ SILU +conv$", out, re.M) and re.search(r"^4\.0 MiB  kq-2 ", out, re.M)
+    assert re.search(r"^attention +2 +\d+ ", out, re.M) and re.search(r"^ *\d+  ADD \+ SILU +conv$", out, re.M)
+    assert re.search(r"^2\.5 MiB  ssm_in-0 ", out, re.M)
     both = graph(capsys, "--compare", "scan,ssd", "--tokens", "8", "-ub", "8")
     assert re.search(r"^part +nodes scan +nodes ssd +FLOP scan +FLOP ssd +bytes scan +bytes ssd$", both, re.M)
     assert re.search(r"^SSM_SCAN +5 +- ", both, re.M) and re.search(r"^all +\d+ +\d+ ", both, re.M)
@@ -124,7 +125,7 @@ def test_rows_parse_as_csv_json_and_sql(capsys: pytest.CaptureFixture[str]) -> N
     assert db.execute("select form, n_nodes, plan_bytes from graphs").fetchall() == [(r["form"], r["n_nodes"], r["plan_bytes"]) for r in want]
     nodes = [json.loads(x) for x in graph(capsys, "--nodes", "--layer", "2", "-ub", "8", "-o", "jsonl").splitlines()]
     assert {n["layer"] for n in nodes} == {2} and nodes[-1]["name"] == "l_out-2"
-    assert "kq_soft_max-2" in graph(capsys, "--nodes", "--layer", "2", "-ub", "8")
+    assert "__fattn__-2" in graph(capsys, "--nodes", "--layer", "2", "-ub", "8")
 
 
 def test_dot_declares_what_it_joins(capsys: pytest.CaptureFixture[str]) -> None:

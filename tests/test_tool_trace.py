@@ -265,7 +265,7 @@ def test_two_quantizations(shared: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_ggml_backend(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("libggml")
     fabricate("granitehybrid", tmp_path / "m.gguf")
-    trace(capsys, "-m", str(tmp_path / "m.gguf"), "--ids", "5,6,7,8", "--diff", "cpu", "ggml", "--mamba2", "scan")
+    trace(capsys, "-m", str(tmp_path / "m.gguf"), "--ids", "5,6,7,8", "--diff", "cpu", "ggml", "--mamba2", "scan", "-fa", "off")
 
 
 def test_differences_parse(user: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,10 +373,10 @@ def test_a_hybrid_against_llama_cpp_names(tmp_path: Path) -> None:
         ne = (*value.shape[::-1], 1, 1, 1)[:4]
         return Item(i, None, "", "ADD", name, "f32", (ne[0], ne[1], ne[2], ne[3]), [], "", lambda: value.reshape(ne[::-1]))
 
-    a = Side("a", "a", [item(0, "inp_embd", row * 0), item(1, "inp_embd_scaled", row), item(2, "kqv_merged-4", row),
+    a = Side("a", "a", [item(0, "inp_embd", row * 0), item(1, "inp_embd_scaled", row), item(2, "kqv_out-4", row),
                         item(3, "l_out-6", np.stack([row * 0, row])), item(4, "result_output", row * 0), item(5, "result_output_scaled", row)])
     pairs, _ = pair(a, b)
-    assert [(p.a.name, p.b.name) for p in pairs] == [("inp_embd_scaled", "embd"), ("kqv_merged-4", "kqv_out-4"), ("l_out-6", "l_out-6"),
+    assert [(p.a.name, p.b.name) for p in pairs] == [("inp_embd_scaled", "embd"), ("kqv_out-4", "kqv_out-4"), ("l_out-6", "l_out-6"),
                                                      ("result_output_scaled", "result_output")]
     found = [compare(p) for p in pairs]
     assert all(d is not None and d.nmse == 0 for d in found)

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -81,14 +80,14 @@ def main(args: argparse.Namespace) -> int:
     if others and (args.noop or args.replace or args.profile):
         raise ParamError(f"backend {', '.join(sorted(others))}: --noop, --replace and --profile are for the cpu backend alone")
     with contextlib.closing(Bench(args)) as bench:
-        rows = (r for group in grouped(todo) for r in bench.rows(group))
         if args.profile and args.output not in ("console", "md"):
-            deque(rows, maxlen=0)
-            write_rows((r for profile in bench.profiles for r in profile), PROFILE, args.output, sys.stdout, "profile")
+            write_rows((r for group in grouped(todo) for r in bench.profiled(group)), PROFILE, args.output, sys.stdout, "profile")
         else:
-            write_rows(rows, columns(todo, args), args.output, sys.stdout, "test")
-            for profile in bench.profiles:
-                show_profile(profile, args.output, sys.stdout)
+            try:
+                write_rows((r for group in grouped(todo) for r in bench.rows(group)), columns(todo, args), args.output, sys.stdout, "test")
+            finally:
+                for profile in bench.profiles:
+                    show_profile(profile, args.output, sys.stdout)
         return int(bench.n_faults > 0)
 
 
@@ -137,6 +136,12 @@ class Bench:
         for lane in lanes:
             lane.ctx.close()
         return rows
+
+    def profiled(self, group: Sequence[Case]) -> list[Row]:
+        """The rows of these cases' profiles alone."""
+        n = len(self.profiles)
+        self.rows(group)
+        return [r for profile in self.profiles[n:] for r in profile]
 
     def _lanes(self, model: Model, group: Sequence[Case]) -> list[ModelLane]:
         """A lane per case and one per variant whose ops are in the case's graphs, warmed up."""

@@ -52,7 +52,12 @@ class Peer:
             line = ""
         if not line:
             raise PeerError(f"--peer {self.python}: the process ended with code {self._process.wait()}")
-        reply: dict[str, Any] = json.loads(line)
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise PeerError(f"--peer {self.python}: it answered {line.strip()[:80]!r}; expected an object in JSON")
         if "error" in reply:
             raise PeerError(f"--peer {self.python}: {reply['error']}")
         return reply

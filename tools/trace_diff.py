@@ -27,7 +27,7 @@ _UNNAMED = re.compile(r"(node|leaf)_\d+(\..*)?$")
 _SOURCE = re.compile(r" \S+ \[[\d, ]*\]$")  # type and ne after a source's name in a saved record
 INSIDE = ("scan", "mamba2")  # parts whose tensors are laid out by chunk: there other dims mean another chunk, not another view
 TEXT_NAMES = (("inp_embd", "embd"), ("inp_embd_scaled", "embd"), ("inp_embd_scaled", "inp_embd"), ("result_output_scaled", "result_output"),
-              ("kqv_merged-{il}", "kqv_out-{il}"), ("Qcur_rope-{il}", "Qcur-{il}"), ("Kcur_rope-{il}", "Kcur-{il}"))  # ours, llama.cpp's
+              ("Qcur_rope-{il}", "Qcur-{il}"), ("Kcur_rope-{il}", "Kcur-{il}"))  # ours, llama.cpp's
 MAX_TRANSPOSED = 1 << 22  # elements up to which every transpose is tried
 
 

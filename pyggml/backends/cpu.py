@@ -127,12 +127,12 @@ class _PreparedInputs:
     def of(self, p: Prepared, node: Node) -> tuple[Tensor, list[Step]]:
         """The prepared tensor, and the step that makes it if it is new."""
         t = p.source
-        key = (p.fn, p.key, id(t.root), t.offs, t.dtype.name, t.ne, t.nb)
+        key = (p.fn, p.key, id(t.root), t.offs, t.dtype.name, t.ne, t.nb, *map(id, p.more))
         if key in self.made:
             return self.made[key][1], []
         self.made[key] = t, p.out  # t is kept, so that its root's id stays its own
         k = launch_prepared(p)
-        return p.out, [Step([node], [t], [p.out], k, k.name, k.scratch)]
+        return p.out, [Step([node], [t, *p.more], [p.out], k, k.name, k.scratch)]
 
     def written(self, t: Tensor) -> None:
         """Forget what was made of memory that a step writes to; leaves may share theirs."""

@@ -330,6 +330,18 @@ def _soft_max(node: Node) -> Call:
     return Call("soft_max_ext", (x, mask, node.params["scale"], 0.0))
 
 
+@maps("FLASH_ATTN_EXT")
+def _flash_attn_ext(node: Node) -> Call:
+    q, k, v, mask = node.src
+    assert q is not None and k is not None and v is not None
+    for arg, t in (("q", q), ("k", k), ("v", v)):
+        _dense_rows(arg, t)
+    if mask is not None:
+        _types("mask", mask, F16)
+        _contiguous("mask", mask)
+    return Call("flash_attn_ext", (q, k, v, mask, *(node.params[n] for n in ("scale", "max_bias", "logit_softcap"))))
+
+
 @maps("ROPE")
 def _rope(node: Node) -> Call:
     x, pos = _inputs(node)

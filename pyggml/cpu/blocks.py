@@ -16,7 +16,7 @@ from typing import Any
 from pyggml.cpu.simd import Intrinsic, intrinsic
 from pyggml.cpu.vector import LANES, float_constant, load, load_floats, loop, multiply_add, shuffle, splat, store_floats, wide_registers
 
-ROWS = 8  # of a tile
+ROWS = 8  # of a block in vectors
 
 
 def _features() -> frozenset[str]:
@@ -25,7 +25,7 @@ def _features() -> frozenset[str]:
 
 
 def _at_once(vectors: int) -> tuple[int, int]:
-    """Rows and vectors of a tile whose sums stay in registers."""
+    """Rows and vectors of a block whose sums stay in registers."""
     if wide_registers():
         return ROWS, vectors
     return (4 if "avx2" in _features() else 2), 1
@@ -68,7 +68,7 @@ def _sum_products(b: Any, ir: Any, words: Words, acc: Sums, a: Any, a_row: Any, 
 
 
 def _parts(vectors: int) -> list[list[tuple[int, int]]]:
-    """Places (row, vector) of a tile in parts that fit the registers."""
+    """Places (row, vector) of a block in parts that fit the registers."""
     rows, at_once = _at_once(vectors)
     return [[(r, v) for r in range(r0, r0 + rows) for v in range(v0, v0 + at_once)] for r0 in range(0, ROWS, rows) for v0 in range(0, vectors, at_once)]
 

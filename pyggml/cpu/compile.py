@@ -186,7 +186,7 @@ def compile_object(recipe: tuple[Any, ...]) -> tuple[str, bytes]:
     compiler: Any = import_module("numba.core.compiler")
     from numba import types
     from numba.core import registry
-    from numba.core.errors import NumbaError
+    from numba.core.errors import NumbaError, UnsupportedBytecodeError
 
     body, n_args, params, scratch, status, raw, extra = recipe
     if raw:
@@ -204,7 +204,7 @@ def compile_object(recipe: tuple[Any, ...]) -> tuple[str, bytes]:
     target = registry.cpu_target
     try:
         result = compiler.compile_extra(target.typing_context, target.target_context, entry, (types.int64,) * 3, types.none, flags, {})
-    except NumbaError as e:
+    except (NumbaError, UnsupportedBytecodeError) as e:
         raise KernelError(f"{body[1]}: {' '.join(str(e).split())[:1500]}") from e
     module = _optimized(result.library)
     alien = sorted(f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.") and f.name not in _EXTERNAL)

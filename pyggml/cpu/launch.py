@@ -61,7 +61,7 @@ def launch(kernel: KernelDef, node: Node, prepared: Tensor | None = None) -> Lau
 
 def launch_prepared(p: Prepared) -> Launch:
     """The launch that prepares an input."""
-    return _launch(p.fn, p.fn.__name__, [p.out, p.source], p.out, p.options)
+    return _launch(p.fn, p.fn.__name__, [p.out, p.source, *p.more], p.out, p.options)
 
 
 def _launch(fn: Callable[..., Any], name: str, operands: list[Tensor | None], out: Tensor, o: dict[str, Any]) -> Launch:

@@ -87,9 +87,9 @@ class Memory:
         return min(-(-(last + 1) // KV_PAD) * KV_PAD, self.n_ctx)
 
     def mask(self, seqs: np.ndarray, pos: np.ndarray, n_kv: int) -> np.ndarray:
-        """float32 [n_tokens, n_kv]: 0 where a token sees a cell (same sequence, not later), else -inf."""
+        """float16 [n_tokens, n_kv]: 0 where a token sees a cell (same sequence, not later), else -inf."""
         sees = (self.cell_seq[None, :n_kv] == seqs[:, None]) & (self.cell_pos[None, :n_kv] <= pos[:, None])
-        return np.where(sees, np.float32(0), np.float32(-np.inf))
+        return np.where(sees, np.float16(0), np.float16(-np.inf))
 
     # -- sequences
 

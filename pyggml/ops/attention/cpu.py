@@ -279,3 +279,6 @@ def select(out: Any, x: Any, descending: Any, scratch: Any, i0: Any, i1: Any) ->
         d = at(out.p, r * out.nb1)
         for i in range(k):
             st_i32(d, i, ld_i64(scratch, i) & 0x7FFFFFFF)
+
+
+from pyggml.ops.attention import flash as flash  # noqa: E402  its kernels too
