@@ -106,7 +106,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^ssd: (\d+) nodes at 64 = 512 = 4096 tokens$", out, re.M)
     for title in ("by part of a layer", "by op", "fusion groups", "largest tensors of the plan"):
         assert f"ssd, 512 tokens, {title}" in out
-    assert re.search(r"^attention +2 +\d+ ", out, re.M) and re.search(r"^ *\d+  ADD \+ SILU +conv$", out, re.M)
+    assert re.search(r"^attention +2 +\d+ ", out, re.M) and re.search(r"^ *\d+  SSM_CONV \+ ADD \+ SILU +conv$", out, re.M)
     assert re.search(r"^2\.5 MiB  ssm_in-0 ", out, re.M)
     both = graph(capsys, "--compare", "scan,ssd", "--tokens", "8", "-ub", "8")
     assert re.search(r"^part +nodes scan +nodes ssd +FLOP scan +FLOP ssd +bytes scan +bytes ssd$", both, re.M)

@@ -144,7 +144,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fusion_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     out = trace(capsys, *PROMPT, "--layer", "0", "--fuse", "--reuse", "--filter", "node|conv_output_silu-0$")
-    assert re.search(r"ADD +node_\d+ .*\n +add\+silu\[rows\] +fused into conv_output_silu-0$", out, re.M)
+    assert re.search(r"ADD +node_\d+ .*\n +ssm_conv_channels\+add\+silu +fused into conv_output_silu-0$", out, re.M)
 
 
 def test_past_is_run_and_not_traced(capsys: pytest.CaptureFixture[str]) -> None:

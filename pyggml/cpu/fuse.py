@@ -129,7 +129,7 @@ def join(graph: Graph, steps: list[Step], takes: Callable[[Node], bool]) -> list
     gone: set[int] = set()
 
     def joins(t: Tensor | None, i: int) -> bool:
-        if t is None or id(t) not in made_by or id(t) in kept or readers[id(t)] != {i}:
+        if t is None or id(t) not in made_by or id(t) in kept or readers.get(id(t)) != {i}:
             return False
         at, out = made_by[id(t)], steps[i].nodes[-1].out
         ins = [x.root for x in steps[at].ins if x is not None]
