@@ -74,6 +74,15 @@ def test_what_hidden_cells_hold_reaches_no_token(n_tok: int, n_kv: int, bad: flo
     assert n_tok == 1 or np.isnan(got[-1]).all()
 
 
+def test_what_one_head_s_mask_hides_does_not_reach_it() -> None:
+    q, k, v = np.ones((2, 1, 16)), np.ones((1, 70, 16)), np.ones((1, 70, 16))
+    v[:, 3] = INF
+    mask = np.zeros((2, 1, 70))
+    mask[0, 0, 3] = -INF
+    got = attend(q, k, v, mask)[0]
+    assert np.allclose(got[0], 1.0) and (got[1] == INF).all()
+
+
 def test_a_token_s_result_does_not_depend_on_the_others() -> None:
     q, k, v, mask = random_attention(50, 700)
     whole = attend(q, k, v, mask)

@@ -202,7 +202,7 @@ def soft_cap(scores: Any, n: Any, cap: Any) -> None:
         st_f32(scores, i, cap * tanh(ld_f32(scores, i)))
 
 
-# What an item reads. Lower-case names are bound: to the types and strides of the node's inputs.
+# What an item reads. The names below are bound to helpers for the types and strides of the node's inputs.
 
 
 @helper
@@ -459,7 +459,7 @@ def flash_attn(out: Any, q: Any, k: Any, v: Any, mask: Any, n_heads: Any, n_toke
                 for r in range(n_rows):
                     slope = slope_of(head + r // n_t, n_first, ratio, ratio_rest)
                     soft_block(at(scores, r * CELLS * 4), at(bias, (r if mask_of_heads else r % n_t) * CELLS * 4), slope, at(sums, 16 * (first + r)))
-                if n_t == 1 or all_finite(values, n * (d_v // LANES)) == 1:  # one token sees what is seen
+                if (n_t == 1 and not mask_of_heads) or all_finite(values, n * (d_v // LANES)) == 1:  # all rows of one token see what is seen
                     add_values(at(o, first * d_v * 4), d_v, values, scores, n_rows, n, at(sums, 16 * first))
                 else:
                     for r in range(n_rows):
