@@ -427,7 +427,7 @@ def test_pairs_file(tmp_path: Path, user: str, capsys: pytest.CaptureFixture[str
     fails(capsys, r"--pairs .*, line 1: found 'l_out-0 = l_out-1'; legal: A's name, B's name", *args)
     (tmp_path / "pairs").write_text("mine-{il} yours-{il}\n", encoding="utf-8")
     fails(capsys, "--pairs: none of its 1 pairs is there; A has inp_embd", *args)
-    with pytest.raises(ParamError, match="--pairs nowhere: "):
+    with pytest.raises(ParamError, match="^--pairs nowhere: No such file or directory$"):
         read_pairs("nowhere")
 
 
@@ -512,6 +512,7 @@ def test_faults_end_in_one_line(args: tuple[str, ...], match: str, capsys: pytes
 @pytest.mark.parametrize(("args", "match"), [
     (("--filter", "("), "argument --filter: '\\('"), (("--values", "some"), "argument --values: 'some'"), (("--diff", "scan"), "expected 2 arguments"),
     (("--backend", "null"), "invalid choice: 'null'"), (("-p", "x", "--ids", "1"), "not allowed with"),
+    (("--limit", "nan"), "argument --limit: 'nan'; legal: a number of at least 0"), (("--limit", "-1"), "argument --limit: '-1'"),
 ])
 def test_wrong_usage(args: tuple[str, ...], match: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

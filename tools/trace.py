@@ -74,7 +74,7 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--nan-stop", action="store_true", help="stop at the first tensor that holds a NaN; exit code 1")
     p.add_argument("--diff", nargs=2, metavar=("A", "B"), help="name the first tensor in which two runs differ; exit code 1 when there is one")
     p.add_argument("--pairs", metavar="FILE", help="tensors to compare under different names: A's name, B's name a line; {il} stands for any layer")
-    p.add_argument("--limit", type=float, default=1e-6, metavar="X", help="greatest NMSE that counts as equal (1e-6)")
+    p.add_argument("--limit", type=nmse_limit, default=1e-6, metavar="X", help="greatest NMSE that counts as equal (1e-6)")
     p.add_argument("--all", action="store_true", help="list every comparison, not only those over the limit")
 
 
@@ -91,6 +91,17 @@ def count(text: str) -> int | None:
     if text == "all":
         return None
     value: int = whole(0)(text)
+    return value
+
+
+def nmse_limit(text: str) -> float:
+    """An argparse type: a number of at least 0, which NaN is not."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: a number of at least 0")
     return value
 
 

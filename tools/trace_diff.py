@@ -21,6 +21,7 @@ from pyggml.registry import load_ops
 from pyggml.runtime.trace import Traced
 from pyggml.tensor import Shape
 from pyggml.testing import nmse
+from pyggml.tools.common import read_text as read_file
 from pyggml.tools.trace_text import TextTensor, read_text
 
 _UNNAMED = re.compile(r"(node|leaf)_\d+(\..*)?$")
@@ -225,12 +226,8 @@ def _listed(a: Side, b: Side, names: Sequence[tuple[str, str]]) -> dict[int, Ite
 
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Pairs of names from a file: two a line, separated by a comma, or by blanks where there is none; # starts a comment."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ParamError(f"--pairs {path}: {e}") from None
     found = []
-    for k, line in enumerate(lines, 1):
+    for k, line in enumerate(read_file(path, "--pairs").splitlines(), 1):
         text = line.partition("#")[0].strip()
         if text:
             names = [x.strip() for x in (text.split(",") if "," in text else text.split())]
