@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pyggml.cpu.simd import intrinsic
+from pyggml.cpu.simd import has_f16c, intrinsic
 
 LANES = 16
 
@@ -36,6 +36,13 @@ def load_floats(b: Any, ir: Any, p: Any, n: int = LANES) -> Any:
 def store_floats(b: Any, p: Any, v: Any) -> None:
     """Store a vector of float32 at byte pointer p."""
     b.store(v, b.bitcast(p, v.type.as_pointer()), align=4)
+
+
+def prefetch(b: Any, ir: Any, p: Any) -> None:
+    """Bring the cache line at p, which may lie anywhere, to the second level."""
+    i32 = ir.IntType(32)
+    fn = b.module.globals.get("llvm.prefetch.p0") or ir.Function(b.module, ir.FunctionType(ir.VoidType(), [p.type] + [i32] * 3), "llvm.prefetch.p0")
+    b.call(fn, [p, i32(0), i32(2), i32(1)])  # to read, locality 2 of 3, data
 
 
 def shuffle(b: Any, ir: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
@@ -67,6 +74,24 @@ def float_constant(ir: Any, v: float, n: int = LANES) -> Any:
 def bytes_to_floats(b: Any, ir: Any, q: Any) -> Any:
     """float32 of a vector of signed bytes."""
     return b.sitofp(q, ir.VectorType(ir.FloatType(), q.type.count))
+
+
+def halves_to_floats(b: Any, ir: Any, h: Any) -> Any:
+    """float32 of a vector of float16 bits (i16): exact."""
+    n = h.type.count
+    i32, f32 = ir.VectorType(ir.IntType(32), n), ir.VectorType(ir.FloatType(), n)
+    if has_f16c():
+        return b.fpext(b.bitcast(h, ir.VectorType(ir.HalfType(), n)), f32)
+
+    def const(v: int) -> Any:
+        return ir.Constant(i32, [v] * n)
+
+    # As simd's scalar form: shifted into place and rescaled by 2^112, all-ones exponents kept.
+    x = b.zext(h, i32)
+    body = b.shl(b.and_(x, const(0x7FFF)), const(13))
+    scaled = b.bitcast(b.fmul(b.bitcast(body, f32), float_constant(ir, 2.0 ** 112, n)), i32)
+    bits = b.select(b.icmp_unsigned(">=", body, const(0x0F800000)), b.or_(body, const(0x7F800000)), scaled)
+    return b.bitcast(b.or_(bits, b.shl(b.and_(x, const(0x8000)), const(16))), f32)
 
 
 def multiply_add(b: Any, ir: Any, x: Any, y: Any, z: Any) -> Any:

@@ -325,3 +325,6 @@ def mul_mat_outer(out: Any, a: Any, b: Any, mb: Any, nb: Any, i0: Any, i1: Any) 
                 outer_tile(a_k, a.nb0, at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1, k, at(o_p, j * out.nb1), out.nb1, first)
             for j in range(whole, n1):
                 outer_edge(a_k, a.nb0, at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1, k, at(o_p, j * out.nb1), out.nb1, first)
+
+
+import pyggml.ops.matmul.gemv  # noqa: E402, F401  last, as kernels registered later are tried first

@@ -1,0 +1,169 @@
+"""MUL_MAT of few columns (1 to 16 tokens): weights are read once, from where they lie, made float32 in registers and multiplied with
+up to 4 columns while they are there.
+
+An item is 16 rows of one batch, computed in tiles of 4 rows. A dot product always has 16 partial sums, element k in sum k % 16, added in
+the order of `sums_of_lanes`: its bits depend on its two rows alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyggml.ops.matmul.cpu  # noqa: F401  first, as kernels registered later are tried first
+from pyggml.cpu.level import target_features
+from pyggml.cpu.simd import Intrinsic, at, helper, intrinsic, ld_f32, st_f32
+from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, prefetch, store_floats, sums_of_lanes, wide_registers
+from pyggml.dtypes import F32
+from pyggml.quants.units_cpu import UNITS, Unit
+from pyggml.registry import kernel
+from pyggml.tensor import Node, Tensor
+
+MAX_N = 16  # columns
+MAX_COLS, ROWS = 4, 4  # of a tile
+TURN = 64  # weights of a row per turn of a tile's loop, at least
+AHEAD = 8192  # bytes that prefetches run ahead of the loads, at least: the hardware's own do not follow 4 rows of some blocks each
+CHUNK_BYTES = 64 << 10  # of weights that a thread takes at a time
+SUMS = LANES * LANES * 4  # bytes of the partial sums of 16 rows and a column
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------------------
+
+
+def _rows_at_once(cols: int) -> int:
+    """Rows whose sums stay in registers together."""
+    if wide_registers():
+        return ROWS
+    return max(1, (4 if "avx2" in target_features() else 2) // cols)
+
+
+def _dots(b: Any, ir: Any, unit: Unit, cols: int, operands: Any) -> None:
+    """Partial sums of 4 rows x cols columns over n_units units: 16 of (row, col) at dst + col * SUMS + row * 64. Rows beyond the last are
+    computed from the last one again."""
+    a, a_row, a_last, x, x_col, n_units, ahead, dst = operands
+    i64 = ir.IntType(64)
+    a_rows = [b.gep(a, [b.mul(a_row, b.select(b.icmp_signed("<", a_last, i64(r)), a_last, i64(r)))]) for r in range(ROWS)]
+    x_cols = [b.gep(x, [b.mul(x_col, i64(c))]) for c in range(cols)]
+    several, at_once = max(1, TURN // unit.n), _rows_at_once(cols)
+
+    def units(rows: list[Any], first: Any, count: Any, sums: list[Any], per_turn: int) -> list[Any]:
+        """count turns of per_turn units each, from unit `first` on."""
+        def turn(i: Any, acc: list[Any]) -> list[Any]:
+            start = b.add(first, b.mul(i, i64(per_turn)))
+            here = [b.gep(p, [b.mul(start, i64(unit.nbytes))]) for p in rows]
+            x_here = [b.gep(p, [b.mul(start, i64(unit.n * 4))]) for p in x_cols]
+            for p in here:
+                for line in range(0, per_turn * unit.nbytes, 64):
+                    prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]))
+            for u in range(per_turn):
+                weights = [unit.build(b, ir, b.gep(p, [i64(u * unit.nbytes)])) for p in here]
+                for j in range(unit.n // LANES):
+                    xs = [load_floats(b, ir, b.gep(p, [i64((u * unit.n + j * LANES) * 4)])) for p in x_here]
+                    for r, row in enumerate(weights):
+                        w = next(row)
+                        acc[r * cols:(r + 1) * cols] = [multiply_add(b, ir, w, v, s) for v, s in zip(xs, acc[r * cols:(r + 1) * cols], strict=True)]
+            return acc
+
+        return loop(b, ir, count, sums, turn)
+
+    turns = b.sdiv(n_units, i64(several))
+    done = b.mul(turns, i64(several))
+    for r0 in range(0, ROWS, at_once):
+        rows = a_rows[r0:r0 + at_once]
+        sums = units(rows, i64(0), turns, [float_constant(ir, 0.0)] * (at_once * cols), several)
+        if several > 1:
+            sums = units(rows, done, b.sub(n_units, done), sums, 1)
+        for i, v in enumerate(sums):
+            store_floats(b, b.gep(dst, [i64(i % cols * SUMS + (r0 + i // cols) * 64)]), v)
+
+
+def _tile(name: str, unit: Unit, cols: int) -> Intrinsic:
+    def build(b: Any, ir: Any, *operands: Any) -> None:
+        _dots(b, ir, unit, cols, operands)
+
+    build.__name__ = f"dots_{name}_{cols}"
+    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, ptr)", build)
+
+
+TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, u, c) for t, u in UNITS.items() for c in range(1, MAX_COLS + 1)}
+"""The tile of a type and a number of columns: (a, bytes of a row, last row, x, bytes of a column, units, bytes to prefetch ahead, dst)."""
+globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
+
+
+@intrinsic("void(ptr, ptr)")
+def sum_lanes_16(b: Any, ir: Any, dst: Any, src: Any) -> None:
+    """The sums of 16 vectors of 16 lanes."""
+    i64 = ir.IntType(64)
+    store_floats(b, dst, sums_of_lanes(b, ir, [load_floats(b, ir, b.gep(src, [i64(r * LANES * 4)])) for r in range(LANES)]))
+
+
+# -- the kernel -------------------------------------------------------------------------------------------------------------
+
+
+def _ab(node: Node) -> tuple[Tensor, Tensor]:
+    a, b = node.src
+    assert a is not None and b is not None
+    return a, b
+
+
+def _not_few(node: Node) -> str | None:
+    a, b = _ab(node)
+    if b.ne[1] > MAX_N:
+        return f"{b.ne[1]} columns, more than {MAX_N}"
+    if b.dtype is not F32 or b.nb[0] != 4:
+        return "the columns of b are not float32 without gaps"
+    if not a.dtype.is_quantized and a.nb[0] != a.dtype.nbytes:
+        return "the rows of a have gaps"
+    unit = UNITS.get(a.dtype.name)
+    if unit is None:
+        return f"a is {a.dtype.name}"
+    return f"K is {a.ne[0]}, no multiple of {unit.n}" if a.ne[0] % unit.n else None
+
+
+def _items(node: Node) -> int:
+    m, _, b2, b3 = node.out.ne
+    return -(-m // LANES) * b2 * b3
+
+
+def _chunk(node: Node) -> int:
+    a, _ = _ab(node)
+    return CHUNK_BYTES // (LANES * a.dtype.row_bytes(a.ne[0]))
+
+
+def _binds(node: Node) -> dict[str, Any]:
+    a, n = _ab(node)[0].dtype.name, node.out.ne[1]
+    cols = -(-n // -(-n // MAX_COLS))  # of as few tiles as possible, all alike
+    return {"dots": TILES[a, cols], "COLS": cols, "UNIT": UNITS[a].n}
+
+
+@helper
+def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_units: Any, _ahead: Any, _dst: Any) -> None:
+    """A tile; bound to the type's."""
+
+
+COLS, UNIT = 1, 16  # bound
+
+
+@kernel("MUL_MAT", "cpu", when=_not_few, items=_items, chunk=_chunk, bind=_binds, scratch=lambda node: MAX_COLS * SUMS + LANES * 4)
+def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Items [i0, i1), rows fastest. Scratch: partial sums of 16 rows x COLS columns, 16 sums."""
+    n_mb, n_units, edge = (a.ne1 + LANES - 1) // LANES, a.ne0 // UNIT, at(scratch, COLS * SUMS)
+    r2, r3 = b.ne2 // a.ne2, b.ne3 // a.ne3
+    tile = ROWS * a.nb1
+    ahead = (AHEAD + tile - 1) // tile * tile  # whole tiles, or else rows of one would fetch each other's
+    for item in range(i0, i1):
+        batch, m0 = item // n_mb, item % n_mb * LANES
+        i2, i3, m = batch % b.ne2, batch // b.ne2, min(LANES, a.ne1 - m0)
+        a_p, b_p = at(a.p, m0 * a.nb1 + i2 // r2 * a.nb2 + i3 // r3 * a.nb3), at(b.p, i2 * b.nb2 + i3 * b.nb3)
+        o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
+        for j in range(0, b.ne1, COLS):
+            first = min(j, b.ne1 - COLS)  # the last tile may compute columns again: they come out the same
+            for r in range(0, m, ROWS):
+                dots(at(a_p, r * a.nb1), a.nb1, min(ROWS, m - r) - 1, at(b_p, first * b.nb1), b.nb1, n_units, ahead, at(scratch, r * LANES * 4))
+            for c in range(COLS):
+                o, s = at(o_p, (first + c) * out.nb1), at(scratch, c * SUMS)
+                if m == LANES:
+                    sum_lanes_16(o, s)
+                else:
+                    sum_lanes_16(edge, s)
+                    for i in range(m):
+                        st_f32(o, i, ld_f32(edge, i))
