@@ -71,6 +71,11 @@ def float_constant(ir: Any, v: float, n: int = LANES) -> Any:
     return ir.Constant(ir.VectorType(ir.FloatType(), n), [v] * n)
 
 
+def int_constant(ir: Any, v: int | Sequence[int], n: int = LANES) -> Any:
+    """n 32-bit numbers, or n copies of one."""
+    return ir.Constant(ir.VectorType(ir.IntType(32), n), [v] * n if isinstance(v, int) else list(v))
+
+
 def bytes_to_floats(b: Any, ir: Any, q: Any) -> Any:
     """float32 of a vector of signed bytes."""
     return b.sitofp(q, ir.VectorType(ir.FloatType(), q.type.count))

@@ -39,13 +39,16 @@ def _rows_at_once(cols: int) -> int:
 def _dots(b: Any, ir: Any, unit: Unit, cols: int, operands: Any) -> None:
     """Partial sums of 4 rows x cols columns over n_units units: 16 of (row, col) at dst + col * SUMS + row * 64. Rows beyond the last are
     computed from the last one again."""
-    a, a_row, a_last, x, x_col, n_units, ahead, dst = operands
+    a, a_row, a_last, x, x_col, n_units, ahead, dst, scales = operands
     i64 = ir.IntType(64)
     a_rows = [b.gep(a, [b.mul(a_row, b.select(b.icmp_signed("<", a_last, i64(r)), a_last, i64(r)))]) for r in range(ROWS)]
     x_cols = [b.gep(x, [b.mul(x_col, i64(c))]) for c in range(cols)]
-    several, at_once = max(1, TURN // unit.n), _rows_at_once(cols)
+    several, at_once, s_unit = max(1, TURN // unit.n), _rows_at_once(cols), unit.n_scales * 4
+    s_rows = [b.gep(scales, [b.mul(n_units, i64(s_unit * r))]) for r in range(ROWS)]
+    if unit.unpack is not None:
+        _unpack(b, ir, unit, a_rows, s_rows, n_units)
 
-    def units(rows: list[Any], first: Any, count: Any, sums: list[Any], per_turn: int) -> list[Any]:
+    def units(rows: list[Any], s_here: list[Any], first: Any, count: Any, sums: list[Any], per_turn: int) -> list[Any]:
         """count turns of per_turn units each, from unit `first` on."""
         def turn(i: Any, acc: list[Any]) -> list[Any]:
             start = b.add(first, b.mul(i, i64(per_turn)))
@@ -55,7 +58,8 @@ def _dots(b: Any, ir: Any, unit: Unit, cols: int, operands: Any) -> None:
                 for line in range(0, per_turn * unit.nbytes, 64):
                     prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]))
             for u in range(per_turn):
-                weights = [unit.build(b, ir, b.gep(p, [i64(u * unit.nbytes)])) for p in here]
+                weights = [unit.build(b, ir, b.gep(p, [i64(u * unit.nbytes)]), b.gep(s, [b.mul(start, i64(s_unit))]))
+                           for p, s in zip(here, s_here, strict=True)]
                 for j in range(unit.n // LANES):
                     xs = [load_floats(b, ir, b.gep(p, [i64((u * unit.n + j * LANES) * 4)])) for p in x_here]
                     for r, row in enumerate(weights):
@@ -68,12 +72,25 @@ def _dots(b: Any, ir: Any, unit: Unit, cols: int, operands: Any) -> None:
     turns = b.sdiv(n_units, i64(several))
     done = b.mul(turns, i64(several))
     for r0 in range(0, ROWS, at_once):
-        rows = a_rows[r0:r0 + at_once]
-        sums = units(rows, i64(0), turns, [float_constant(ir, 0.0)] * (at_once * cols), several)
+        rows = a_rows[r0:r0 + at_once], s_rows[r0:r0 + at_once]
+        sums = units(*rows, i64(0), turns, [float_constant(ir, 0.0)] * (at_once * cols), several)
         if several > 1:
-            sums = units(rows, done, b.sub(n_units, done), sums, 1)
+            sums = units(*rows, done, b.sub(n_units, done), sums, 1)
         for i, v in enumerate(sums):
             store_floats(b, b.gep(dst, [i64(i % cols * SUMS + (r0 + i // cols) * 64)]), v)
+
+
+def _unpack(b: Any, ir: Any, unit: Unit, rows: list[Any], s_rows: list[Any], n_units: Any) -> None:
+    """Scales of all units of some rows."""
+    i64, unpack = ir.IntType(64), unit.unpack
+    assert unpack is not None
+
+    def turn(i: Any, _: list[Any]) -> list[Any]:
+        for p, s in zip(rows, s_rows, strict=True):
+            unpack(b, ir, b.gep(p, [b.mul(i, i64(unit.nbytes))]), b.gep(s, [b.mul(i, i64(unit.n_scales * 4))]))
+        return []
+
+    loop(b, ir, n_units, [], turn)
 
 
 def _tile(name: str, unit: Unit, cols: int) -> Intrinsic:
@@ -81,11 +98,11 @@ def _tile(name: str, unit: Unit, cols: int) -> Intrinsic:
         _dots(b, ir, unit, cols, operands)
 
     build.__name__ = f"dots_{name}_{cols}"
-    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, ptr)", build)
+    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, ptr, ptr)", build)
 
 
 TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, u, c) for t, u in UNITS.items() for c in range(1, MAX_COLS + 1)}
-"""The tile of a type and a number of columns: (a, bytes of a row, last row, x, bytes of a column, units, bytes to prefetch ahead, dst)."""
+"""The tile of a type and a number of columns: (a, bytes of a row, last row, x, bytes of a column, units, bytes to prefetch ahead, dst, scratch for scales)."""
 globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
 
 
@@ -135,19 +152,25 @@ def _binds(node: Node) -> dict[str, Any]:
     return {"dots": TILES[a, cols], "COLS": cols, "UNIT": UNITS[a].n}
 
 
+def _scratch(node: Node) -> int:
+    a, _ = _ab(node)
+    unit = UNITS[a.dtype.name]
+    return MAX_COLS * SUMS + LANES * 4 + ROWS * a.ne[0] // unit.n * unit.n_scales * 4
+
+
 @helper
-def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_units: Any, _ahead: Any, _dst: Any) -> None:
+def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_units: Any, _ahead: Any, _dst: Any, _scales: Any) -> None:
     """A tile; bound to the type's."""
 
 
 COLS, UNIT = 1, 16  # bound
 
 
-@kernel("MUL_MAT", "cpu", when=_not_few, items=_items, chunk=_chunk, bind=_binds, scratch=lambda node: MAX_COLS * SUMS + LANES * 4)
+@kernel("MUL_MAT", "cpu", when=_not_few, items=_items, chunk=_chunk, bind=_binds, scratch=_scratch)
 def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Items [i0, i1), rows fastest. Scratch: partial sums of 16 rows x COLS columns, 16 sums."""
+    """Items [i0, i1), rows fastest. Scratch: partial sums of 16 rows x COLS columns, 16 sums, unpacked scales of 4 rows."""
     n_mb, n_units, edge = (a.ne1 + LANES - 1) // LANES, a.ne0 // UNIT, at(scratch, COLS * SUMS)
-    r2, r3 = b.ne2 // a.ne2, b.ne3 // a.ne3
+    scales, r2, r3 = at(edge, LANES * 4), b.ne2 // a.ne2, b.ne3 // a.ne3
     tile = ROWS * a.nb1
     ahead = (AHEAD + tile - 1) // tile * tile  # whole tiles, or else rows of one would fetch each other's
     for item in range(i0, i1):
@@ -158,7 +181,7 @@ def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> Non
         for j in range(0, b.ne1, COLS):
             first = min(j, b.ne1 - COLS)  # the last tile may compute columns again: they come out the same
             for r in range(0, m, ROWS):
-                dots(at(a_p, r * a.nb1), a.nb1, min(ROWS, m - r) - 1, at(b_p, first * b.nb1), b.nb1, n_units, ahead, at(scratch, r * LANES * 4))
+                dots(at(a_p, r * a.nb1), a.nb1, min(ROWS, m - r) - 1, at(b_p, first * b.nb1), b.nb1, n_units, ahead, at(scratch, r * LANES * 4), scales)
             for c in range(COLS):
                 o, s = at(o_p, (first + c) * out.nb1), at(scratch, c * SUMS)
                 if m == LANES:
