@@ -138,16 +138,18 @@ class Model:
                            tuple(hp.n_head_kv[i] * hp.head_dims(i)[1] if a else 0 for i, a in enumerate(attn)),
                            tuple(ssm.conv_ne if r and ssm else None for r in rec), tuple(ssm.ssm_ne if r and ssm else None for r in rec))
 
-    def context(self, *, backend: str = "cpu", threads: int | None = None, n_ctx: int = 4096, n_ubatch: int = 512, n_seq_max: int = 1,
-                mamba2: str | Callable[..., Any] = "auto", chunk: int | str | None = None, type_k: str = "f16", type_v: str = "f16", type_r: str = "f32",
-                type_s: str = "f32", **options: Any) -> Context:
+    def context(self, *, backend: str = "cpu", threads: int | None = None, threads_batch: int | None = None, n_ctx: int = 4096, n_ubatch: int = 512,
+                n_seq_max: int = 1, mamba2: str | Callable[..., Any] = "auto", chunk: int | str | None = None, type_k: str = "f16", type_v: str = "f16",
+                type_r: str = "f32", type_s: str = "f32", **options: Any) -> Context:
         """A place to run the model: memory for n_ctx tokens shared by n_seq_max sequences, states for each of them.
 
         `mamba2`: "auto", "scan", "ssd", or a function with the signature of `mamba2_layer` in its place. `chunk`: see
-        `mamba2_layer`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16. `options` go to the backend.
+        `mamba2_layer`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16. `threads_batch`: threads of
+        graphs of more than one token per sequence (default: `threads`). `options` go to the backend: for cpu threads, level, prec ("f32":
+        nothing is rounded to less than it is stored in).
         """
-        return Context(self, backend=backend, threads=threads, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max, mamba2=check_mamba2(mamba2),
-                       chunk=check_chunk(chunk), options=options,
+        return Context(self, backend=backend, threads=threads, threads_batch=threads_batch, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max,
+                       mamba2=check_mamba2(mamba2), chunk=check_chunk(chunk), options=options,
                        types={k: _cache_type(k, t) for k, t in (("type_k", type_k), ("type_v", type_v), ("type_r", type_r), ("type_s", type_s))})
 
     def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None) -> tuple[Tensor, list[Tensor]]:

@@ -47,14 +47,13 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(graph: Graph, choose: Callable[[Step], None], *, fuse: Callable[[Graph], list[Step]] | None = None, reuse: bool = True,
+def make_plan(graph: Graph, choose: Callable[[Step], list[Step] | None], *, fuse: Callable[[Graph], list[Step]] | None = None, reuse: bool = True,
               guard: int = 0) -> Plan:
-    """Plan a graph. `choose` sets each step's kernel, name and scratch or raises UnsupportedOp; `fuse` groups nodes into
-    steps (default: one step per node that computes or copies; views need none). `guard` leaves that many unused bytes before
+    """Plan a graph. `choose` sets each step's kernel, name and scratch or raises UnsupportedOp, and gives the steps to run before
+    it; `fuse` groups nodes into steps (default: one step per node that computes or copies; views need none). `guard` leaves that many unused bytes before
     and after every place, and no place is reused then."""
     steps = fuse(graph) if fuse is not None else single_steps(graph)
-    for s in steps:
-        choose(s)
+    steps = [step for s in steps for step in (*(choose(s) or ()), s)]
     plan = Plan(graph, steps, scratch_bytes=max((s.scratch for s in steps), default=0))
     _place(plan, reuse and not guard, -(-guard // ALIGN) * ALIGN)
     return plan

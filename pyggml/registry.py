@@ -284,10 +284,22 @@ def op(name: str, inputs: str, *, outputs: str = "out", view: bool = False, inpl
     return register
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What a kernel wants done to one of its inputs beforehand: `fn` makes `out` of `source`. A plan does it once for all that
+    read the same source with the same fn and key."""
+
+    fn: Callable[..., Any]
+    source: Tensor
+    out: Tensor
+    key: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class KernelDef:
     """A kernel of one backend. `when(node)` gives None when it takes the node, else the reason; the rest is the
-    backend's (see pyggml.cpu.compile for the CPU's options)."""
+    backend's (see pyggml.cpu.launch for the CPU's options)."""
 
     name: str
     fn: Callable[..., Any]
@@ -342,11 +354,11 @@ def load_kernels(backend: str) -> None:
             importlib.import_module(name)
 
 
-def choose_kernel(node: Node, backend: str) -> tuple[KernelDef | None, str]:
-    """The first kernel that takes the node, or None and every kernel's reason."""
+def choose_kernel(node: Node, backend: str, unfit: Callable[[KernelDef], str | None] = lambda _: None) -> tuple[KernelDef | None, str]:
+    """The first kernel that takes the node, or None and every kernel's reason. `unfit(kernel)`: the backend's own reason not to take it."""
     reasons = []
     for k in node.op.kernels.get(backend, ()):
-        why = k.refuses(node)
+        why = unfit(k) or k.refuses(node)
         if why is None:
             return k, ""
         reasons.append(f"{k.name}: {why}")

@@ -83,7 +83,8 @@ def test_types_are_as_close_to_exact_as_llama_cpp(shared: Path, name: str, type_
     path = shared / "models" / f"{name}-{type_}.gguf"
     ids = np.load(shared / "models" / "goldens" / f"{name}.npz")
     z = np.load(shared / "models" / "goldens" / f"{name}-quants.npz")
-    ctx = pg.load_model(path).context(mamba2=form, **F32_CACHE)
+    model = pg.load_model(path)
+    ctx, plain = (model.context(mamba2=form, prec=prec, **F32_CACHE) for prec in ("auto", "f32"))
     for prompt in PROMPTS:
         if f"{type_}/{prompt}/deq_last" not in z:
             continue
@@ -91,20 +92,26 @@ def test_types_are_as_close_to_exact_as_llama_cpp(shared: Path, name: str, type_
         logits = ctx.decode(ids[f"{prompt}/ids"].tolist(), all_logits=True)
         exact = z[f"{type_}/{prompt}/deq_last"]
         assert rms(logits[-1] - exact) <= 1.15 * rms(z[f"{type_}/{prompt}/llama_last"] - exact)
-        assert np.abs(logits[-1] - exact).max() <= 1e-4  # float32 products: as close as F32 weights are to their golden
+        assert (logits.argmax(1) == z[f"{type_}/{prompt}/deq_argmax"]).mean() >= 0.99  # llama.cpp's own: 0.962 to 0.990 of 600 (Q8_0, Q4_K_M)
+        plain.reset()  # float32 products: as close as F32 weights are to their golden
+        logits = plain.decode(ids[f"{prompt}/ids"].tolist(), all_logits=True)
+        assert np.abs(logits[-1] - exact).max() <= 1e-4
         assert (logits.argmax(1) == z[f"{type_}/{prompt}/deq_argmax"]).mean() >= 0.998
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_bundled_model(form: str) -> None:
     z = np.load(Path(__file__).parent / "data" / "granite-h-demo-Q8_0.npz")
-    ctx = pg.load_model(demo_path()).context(mamba2=form, **F32_CACHE)
+    model = pg.load_model(demo_path())
+    ctx, plain = (model.context(mamba2=form, prec=prec, **F32_CACHE) for prec in ("auto", "f32"))
     for prompt in PROMPTS:
         ctx.reset()
+        plain.reset()
         logits = ctx.decode(z[f"{prompt}/ids"].tolist(), all_logits=True)
         exact = z[f"{prompt}/deq_last"]
-        assert np.abs(logits[-1] - exact).max() <= 1e-4
         assert rms(logits[-1] - exact) <= 1.15 * rms(z[f"{prompt}/llama_last"] - exact)
+        logits = plain.decode(z[f"{prompt}/ids"].tolist(), all_logits=True)
+        assert np.abs(logits[-1] - exact).max() <= 1e-4
         assert np.array_equal(logits.argmax(1), z[f"{prompt}/deq_argmax"])
 
 

@@ -17,7 +17,7 @@ from pyggml.testing import fabricate, nmse
 
 ARCHS = ("mamba2", "granitehybrid", "nemotron_h")
 FORMS = ("scan", "ssd")
-F32_CACHE = {"type_k": "f32", "type_v": "f32"}
+F32_CACHE = {"type_k": "f32", "type_v": "f32", "prec": "f32"}
 IDS = [int(i) for i in np.random.default_rng(5).integers(1, 257, 37)]
 
 

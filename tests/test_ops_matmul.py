@@ -8,9 +8,9 @@ import pytest
 import pyggml as pg
 from pyggml.backends import open_backend
 from pyggml.cases import cases_of, random_blocks
-from pyggml.cpu.level import LEVELS, host_level
+from pyggml.cpu.level import LEVELS, host_level, level_features
 from pyggml.dtypes import dtype
-from pyggml.errors import DTypeError
+from pyggml.errors import DTypeError, ParamError
 from pyggml.graph import Graph
 from pyggml.ops.matmul.defs import mul_mat
 from pyggml.quants import WEIGHT_TYPES, dequantize
@@ -68,18 +68,21 @@ def test_fault_100_ones_give_k_in_every_place(k: int) -> None:
 
 @pytest.mark.parametrize(("name", "k"), [("f32", 256), ("f32", 77), ("f32", 2000), ("bf16", 256), ("q8_0", 2688), ("q4_K", 1280)])
 def test_bits_depend_on_the_two_rows_alone(name: str, k: int) -> None:
-    """Any column of a 512-token product is that of the product of some of its tokens, any row that of a matrix of one row."""
+    """Any column of a 512-token product equals the 1-token product, any row that of a matrix of one row; in bfloat16 any column equals
+    that of another product of many."""
     m = 100
     a, x = weights(name, k, m), floats(512, k)
-    whole = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=2)
-    for n in (17, 40):
+    whole = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=2, prec="f32")
+    many = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=2)
+    assert np.array_equal(pg.compute(mul_mat(a, pg.tensor(x[100:141])), {}, threads=1), many[100:141])
+    for n in (1, 2, 3, 4, 5, 17):
         for first in (0, 255, 512 - n):
-            part = pg.compute(mul_mat(a, pg.tensor(x[first:first + n])), {}, threads=2)
+            part = pg.compute(mul_mat(a, pg.tensor(x[first:first + n])), {}, threads=2, prec="f32")
             assert np.array_equal(part.reshape(n, m), whole[first:first + n])
     row_bytes = a.dtype.row_bytes(k)
     for i in (0, 63, 99):
         one = pg.raw_tensor(stored(a)[i * row_bytes:(i + 1) * row_bytes], a.dtype, [k, 1], "a")
-        assert np.array_equal(pg.compute(mul_mat(one, pg.tensor(x)), {}, threads=1).reshape(512), whole[:, i])
+        assert np.array_equal(pg.compute(mul_mat(one, pg.tensor(x)), {}, threads=1, prec="f32").reshape(512), whole[:, i])
 
 
 @pytest.mark.parametrize("name", [t.name for t in WEIGHT_TYPES if t.name != "f32"])
@@ -127,3 +130,39 @@ def test_lower_levels(level: str) -> None:
     for case in wanted:
         got, want = run_case(case, "cpu", threads=2, level=level, poison=True)
         assert nmse(got[0], want[0]) <= mul_mat.limit
+
+
+@pytest.mark.skipif("avx512bf16" not in level_features(host_level()), reason="this CPU multiplies no bfloat16")
+def test_tokens_are_packed_once_for_all_that_read_them() -> None:
+    """Two products of one b share its tiles; after a write into b's memory they are made anew."""
+    a = [weights("q8_0", 64, 48, seed=i) for i in range(3)]
+    x, row = floats(40, 64), floats(1, 64, seed=2)
+    b, ids = pg.tensor(x.copy()), pg.tensor(np.array([3], np.int64))
+    first, second = (mul_mat(w, b) for w in a[:2])
+    third = mul_mat(a[2], pg.set_rows(b, pg.tensor(row), ids))
+    names = [s.kernel_name for s in open_backend("cpu").plan(Graph([first, second, third])).steps]
+    assert names.count("pack_tokens") == 2 and names.count("mul_mat_panels") == 3
+    assert names.index("pack_tokens") < names.index("mul_mat_panels") and names[-2:] == ["pack_tokens", "mul_mat_panels"]
+    written = x.copy()
+    written[3] = row
+    for w, y, rows in zip(a, pg.compute((first, second, third), {}, threads=2), (x, x, written), strict=True):
+        assert nmse(y, rows.astype(np.float64) @ dequantize(stored(w).reshape(48, -1), w.dtype).astype(np.float64).T) < 8e-6
+
+
+def test_prec_f32_rounds_nothing() -> None:
+    a, x = weights("q4_K", 256, 40), floats(64, 256)
+    got = pg.compute(mul_mat(a, pg.tensor(x)), {}, prec="f32")
+    assert nmse(got, x.astype(np.float64) @ dequantize(stored(a).reshape(40, -1), a.dtype).astype(np.float64).T) < 1e-12
+    with pytest.raises(ParamError, match="prec 'f16'; legal: auto, f32"):
+        open_backend("cpu", prec="f16")
+
+
+def test_infinities_stay_what_they_are() -> None:
+    """An infinite activation gives an infinite sum, not a NaN, in planes of bfloat16 too."""
+    for name in ("q8_0", "bf16", "f16"):
+        a, x = weights(name, 64, 32), floats(32, 64)
+        x[5, 7] = np.inf
+        wide = dequantize(stored(a).reshape(32, -1), a.dtype)
+        got = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=1)
+        assert np.array_equal(got[5], np.where(wide[:, 7] > 0, np.inf, np.where(wide[:, 7] < 0, -np.inf, np.nan)), equal_nan=True)
+        assert np.isfinite(np.delete(got, 5, 0)).all()

@@ -16,7 +16,7 @@ from pyggml.runtime.batch import Piece, split_equal
 from pyggml.testing import fabricate, nmse
 
 FORMS = ("scan", "ssd")
-F32_CACHE = {"type_k": "f32", "type_v": "f32"}
+F32_CACHE = {"type_k": "f32", "type_v": "f32", "prec": "f32"}
 RNG = np.random.default_rng(11)
 IDS = [int(i) for i in RNG.integers(1, 2048, 700)]
 
@@ -256,7 +256,7 @@ def test_the_reference_keeps_states_between_steps(tiny: dict[str, Model], form: 
     for model in tiny.values():
         outs = []
         for backend in ("cpu", "reference"):
-            ctx = model.context(backend=backend, n_ctx=64, n_ubatch=8, mamba2=form, **F32_CACHE)
+            ctx = model.context(backend=backend, n_ctx=64, n_ubatch=8, mamba2=form, type_k="f32", type_v="f32")
             ctx.decode(small(30, 3))
             ctx.reset()
             outs.append([ctx.decode(small(11)), ctx.decode([5]), ctx.decode([6]), ctx.state(0)["ssm"]])

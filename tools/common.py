@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pyggml.backends.base import PRECISIONS
 from pyggml.errors import ParamError
 from pyggml.models import Model, demo_path, load_model
 from pyggml.models.layers import FORMS
@@ -89,6 +90,7 @@ def context_options(p: argparse.ArgumentParser, n_ctx: int = 4096) -> None:
     p.add_argument("-c", "--ctx-size", type=whole(1), default=n_ctx, metavar="N", help=f"tokens of context ({n_ctx})")
     p.add_argument("-ub", "--ubatch-size", type=whole(1), default=512, metavar="N", help="tokens per graph (512)")
     p.add_argument("-t", "--threads", type=whole(1, 256), metavar="N", help="threads (all cores)")
+    p.add_argument("--prec", choices=PRECISIONS, default="auto", help="f32: no product rounds what it reads to bfloat16 (auto)")
     p.add_argument("--mamba2", type=form, default="auto", metavar="FORM", help="graph of the Mamba2 layers: auto, scan, ssd, or a function of yours as "
                    "FILE.py:FUNCTION or MODULE:FUNCTION, with the signature of mamba2_layer (auto)")
     p.add_argument("--chunk", type=chunk, metavar="N|none", help="tokens per chunk of the ssd graph; none: one chunk (default: by a limit on plan memory)")
@@ -105,7 +107,7 @@ def open_model(args: argparse.Namespace) -> Model:
 
 def open_context(model: Model, args: argparse.Namespace, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Context:
     """A context as `context_options` ask, of n_ctx tokens instead where that is given."""
-    return model.context(threads=args.threads, n_ctx=n_ctx or args.ctx_size, n_ubatch=args.ubatch_size, n_seq_max=n_seq_max, mamba2=args.mamba2,
+    return model.context(threads=args.threads, prec=args.prec, n_ctx=n_ctx or args.ctx_size, n_ubatch=args.ubatch_size, n_seq_max=n_seq_max, mamba2=args.mamba2,
                          chunk=args.chunk, type_k=args.cache_type_k, type_v=args.cache_type_v, type_r=args.type_r, type_s=args.type_s)
 
 

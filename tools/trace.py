@@ -34,11 +34,12 @@ VIEWS = {name for name, op in load_ops().items() if op.view}
 NAMED = ("auto", *FORMS)
 # What a run specification may change: key -> (attribute, parser).
 KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "m": ("model", str), "mamba2": ("mamba2", form), "chunk": ("chunk", chunk), "backend": ("backend", str), "level": ("level", str),
+    "m": ("model", str), "mamba2": ("mamba2", form), "chunk": ("chunk", chunk), "backend": ("backend", str), "level": ("level", str), "prec": ("prec", str),
     "t": ("threads", whole(1, 256)), "ub": ("ubatch_size", whole(1)), "ctk": ("cache_type_k", str), "ctv": ("cache_type_v", str),
     "type-r": ("type_r", str), "type-s": ("type_s", str)}
-SPEC = ("Steps run on one thread unless -t asks for more, so that their times hold no waiting, and in a context as large as the prompt "
-        "unless -c says so. A run of --diff is a form (scan, ssd, FILE.py:FUNCTION), a GGUF file, a backend, fuse, reuse, one of "
+SPEC = ("Steps run on one thread unless -t asks for more, so that their times hold no waiting, with --prec f32 unless auto is asked for, so that "
+        "runs differ by what is compared, and in a context as large as the prompt unless -c says so. A run of --diff is a form (scan, ssd, "
+        "FILE.py:FUNCTION), a GGUF file, a backend, fuse, reuse, one of "
         f"{' '.join(f'{k}=' for k in KEYS)} or several of them joined by commas; the other options hold for both. A folder that --save "
         "wrote, or a file of what llama.cpp's eval-callback printed, may stand in its place.")
 
@@ -57,7 +58,7 @@ def options(p: argparse.ArgumentParser) -> None:
     source.add_argument("--ids", type=numbers(0), metavar="N,N", help="token ids in place of a prompt")
     p.add_argument("--past", type=whole(0), default=0, metavar="N", help="run the first N tokens untraced, as a context of what is traced (0)")
     context_options(p)
-    p.set_defaults(ctx_size=None, threads=1)
+    p.set_defaults(ctx_size=None, threads=1, prec="f32")
     p.add_argument("--backend", choices=[b for b in BACKENDS if b != "null"], default="cpu", help="what computes (cpu)")
     p.add_argument("--level", metavar="NAME", help="instruction set of the cpu backend (the host's)")
     switch = argparse.BooleanOptionalAction
@@ -113,7 +114,7 @@ def traced_run(args: Namespace, sink: Sink) -> str:
         raise ParamError(f"the prompt has {len(ids)} tokens, --past {args.past}; at least one must be left to trace")
     if n > args.ubatch_size:
         raise ParamError(f"{n} tokens to trace; legal: at most -ub {args.ubatch_size}, so that they are one graph")
-    options = {"cpu": {"fuse": args.fuse, "reuse": args.reuse, "level": args.level}, "ggml": {"reuse": args.reuse}}.get(args.backend, {})
+    options = {"cpu": {"fuse": args.fuse, "reuse": args.reuse, "level": args.level, "prec": args.prec}, "ggml": {"reuse": args.reuse}}.get(args.backend, {})
     n_ctx = args.ctx_size or -(-len(ids) // KV_PAD) * KV_PAD
     ctx = model.context(backend=args.backend, threads=None if args.backend == "reference" else args.threads, n_ctx=n_ctx, n_ubatch=args.ubatch_size,
                         mamba2=args.mamba2, chunk=args.chunk, type_k=args.cache_type_k, type_v=args.cache_type_v, type_r=args.type_r,
@@ -140,6 +141,8 @@ def about(args: Namespace, model: Model, n: int) -> str:
     words.append(args.backend + (f" at level {args.level}" if args.level else ""))
     if args.backend == "cpu":
         words.append("fused" if args.fuse else "not fused")
+        if args.prec != "f32":
+            words.append(f"prec {args.prec}")
     if args.backend != "reference":
         words.append("memory reused" if args.reuse else "no memory reused")
     return ", ".join([*words, f"{n} tokens" + (f" after {args.past}" if args.past else "")])

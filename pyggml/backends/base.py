@@ -14,6 +14,9 @@ from pyggml.graph import Graph
 from pyggml.plan import Plan
 from pyggml.tensor import Node, Tensor, encode
 
+PRECISIONS = ("auto", "f32")
+"""auto: products of many columns with quantized weights may round both sides to bfloat16; f32: nothing is rounded to less than it is stored in."""
+
 
 class Runner(Protocol):
     """A plan bound to memory. Inputs are set, `run` computes, results are read."""

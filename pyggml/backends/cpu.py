@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from pyggml.backends.base import check_array, decode, require_input, require_inputs_set, typed_view
+from pyggml.backends.base import PRECISIONS, check_array, decode, require_input, require_inputs_set, typed_view
 from pyggml.cpu import tape as tp
 from pyggml.cpu.compile import ARG_WORDS, HEADER_WORDS, Progress, kernels_for
 from pyggml.cpu.fuse import group, launch_of
-from pyggml.cpu.launch import Launch, launch
-from pyggml.cpu.level import check_level, host_level, n_cores
+from pyggml.cpu.launch import Launch, launch, launch_prepared
+from pyggml.cpu.level import check_level, host_level, level_features, n_cores
 from pyggml.cpu.simd import RAISED
 from pyggml.cpu.team import TAPE_KERNELS, aligned, check_threads, team
-from pyggml.errors import GraphError, KernelError, UnsupportedOp
+from pyggml.errors import GraphError, KernelError, ParamError, UnsupportedOp
 from pyggml.graph import Graph
 from pyggml.plan import Plan, Step, make_plan
-from pyggml.registry import choose_kernel, load_kernels
+from pyggml.registry import KernelDef, Prepared, choose_kernel, load_kernels
 from pyggml.tensor import Node, Tensor
 
 POISON = 0xFF  # fills memory with NaN in every float type
 
 
 class CpuBackend:
-    """Options: `threads` (default: all cores), `level` (default: the host's), `fuse` and `reuse` (off for bisecting),
+    """Options: `threads` (default: all cores), `level` (default: the host's), `prec` ("auto": products of many columns with quantized weights
+    may round both sides to bfloat16; "f32": no kernel rounds what it reads), `fuse` and `reuse` (off for bisecting),
     `poison` (fill the arena with NaN at first), `guard` (unused bytes around every tensor and each thread's scratch, for tests),
     `progress(done, total)` while compiling."""
 
     name = "cpu"
 
-    def __init__(self, *, threads: int | None = None, level: str | None = None, fuse: bool = True, reuse: bool = True, poison: bool = False,
+    def __init__(self, *, threads: int | None = None, level: str | None = None, prec: str = "auto", fuse: bool = True, reuse: bool = True, poison: bool = False,
                  guard: int = 0, progress: Progress | None = None) -> None:
         load_kernels("cpu")
         self.threads = n_cores() if threads is None else threads
         self.level = check_level(level)
+        if prec not in PRECISIONS:
+            raise ParamError(f"prec {prec!r}; legal: {', '.join(PRECISIONS)}")
+        self.prec = prec
         self.fuse = fuse
         self.reuse = reuse
         self.poison = poison
@@ -45,23 +51,39 @@ class CpuBackend:
         """None when a kernel takes the node, else every kernel's reason."""
         if node.op.view or node.op.pointwise is not None:
             return None
-        return choose_kernel(node, "cpu")[1] or None
+        return choose_kernel(node, "cpu", self._unfit)[1] or None
+
+    def _unfit(self, kernel: KernelDef) -> str | None:
+        """Why this level and precision do not take a kernel."""
+        missing = kernel.options.get("needs", set()) - level_features(self.level)
+        if missing:
+            return f"level {self.level} has no {', '.join(sorted(missing))} here"
+        return "it rounds its inputs, and prec is f32" if self.prec == "f32" and kernel.options.get("rounds") else None
 
     def plan(self, graph: Graph) -> Plan:
         """Kernels, fusion groups and memory of a graph; nothing is compiled."""
         refused: list[str] = []
+        prepared = _PreparedInputs()
 
-        def choose(step: Step) -> None:
+        def choose(step: Step) -> list[Step]:
             node = step.nodes[-1]
+            before: list[Step] = []
             if node.op.pointwise is not None:
                 step.kernel = launch_of(step)
             else:
-                k, why = choose_kernel(node, "cpu")
+                k, why = choose_kernel(node, "cpu", self._unfit)
                 if k is None:
                     refused.append(f"{node.op.name} ({node.name}): {why}")
-                    return
-                step.kernel = launch(k, node)
+                    return []
+                made = None
+                if "before" in k.options:
+                    made, before = prepared.of(k.options["before"](node), node)
+                    step.ins = [*step.ins, made]
+                step.kernel = launch(k, node, made)
+                if node.op.inplace is not None:
+                    prepared.written(node.out)
             step.kernel_name, step.scratch = step.kernel.name, step.kernel.scratch
+            return before
 
         plan = make_plan(graph, choose, fuse=group if self.fuse else None, reuse=self.reuse, guard=self.guard)
         if refused:
@@ -74,6 +96,27 @@ class CpuBackend:
         specs = [s.kernel.spec for s in plan.steps]
         kernels_for().addresses(TAPE_KERNELS if self.level != host_level() else [*specs, *TAPE_KERNELS], self.progress)  # all in one go
         return CpuRunner(self, plan, kernels_for(self.level).addresses(specs, self.progress))
+
+
+class _PreparedInputs:
+    """What kernels of one plan want made of their inputs beforehand: once for all that want the same."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def of(self, p: Prepared, node: Node) -> tuple[Tensor, list[Step]]:
+        """The prepared tensor, and the step that makes it if it is new."""
+        t = p.source
+        key = (p.fn, p.key, id(t.root), t.offs, t.dtype.name, t.ne, t.nb)
+        if key in self.made:
+            return self.made[key][1], []
+        self.made[key] = t, p.out  # t is kept, so that its root's id stays its own
+        k = launch_prepared(p)
+        return p.out, [Step([node], [t], [p.out], k, k.name, k.scratch)]
+
+    def written(self, t: Tensor) -> None:
+        """Forget what was made of memory that a step writes to; leaves may share theirs."""
+        self.made = {k: v for k, v in self.made.items() if v[0].root is not t.root and (v[0].root.data is None or t.root.data is None)}
 
 
 class SharedMemory:

@@ -8,14 +8,19 @@ Options of `@kernel(op, "cpu", ...)`, each a function of the node:
   scratch  bytes of scratch per thread (the kernel then takes a pointer `scratch` before i0)
   operands tensors to pass instead of outputs + inputs
   status   True: the kernel takes the address of the node's status words after the params, for simd.bad_index
+  needs    a set of LLVM's names of CPU features, without which the kernel is not chosen
+  rounds   True: the kernel rounds its inputs to less than their type; not chosen where the backend's prec is f32
+  before   what is to be made of an input first (registry.Prepared, whose options are these too); the kernel takes it as its last operand
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pyggml.cpu.compile import KernelSpec
-from pyggml.registry import KernelDef
+from pyggml.registry import KernelDef, Prepared
 from pyggml.tensor import Node, Tensor
 
 CHUNK_ELEMENTS = 4096
@@ -39,15 +44,25 @@ def default_chunk(t: Tensor) -> int:
     return max(1, CHUNK_ELEMENTS // t.ne[0])
 
 
-def launch(kernel: KernelDef, node: Node) -> Launch:
-    """The launch of a registered kernel for a node."""
+def launch(kernel: KernelDef, node: Node, prepared: Tensor | None = None) -> Launch:
+    """The launch of a registered kernel for a node; `prepared` is what its option `before` asks for."""
     o = kernel.options
     operands: list[Tensor | None] = o["operands"](node) if "operands" in o else [*node.outputs, *node.src]
-    params = list(o["params"](node)) if "params" in o else []
-    binds = o["bind"](node) if "bind" in o else {}
-    scratch = int(o["scratch"](node)) if "scratch" in o else 0
+    if prepared is not None:
+        operands = [*operands, prepared]
+    values: dict[str, Any] = {n: o[n](node) for n in ("params", "bind", "scratch", "items", "chunk") if n in o}
+    return _launch(kernel.fn, kernel.name, operands, node.out, bool(o.get("status")), values)
+
+
+def launch_prepared(p: Prepared) -> Launch:
+    """The launch that prepares an input."""
+    return _launch(p.fn, p.fn.__name__, [p.out, p.source], p.out, False, p.options)
+
+
+def _launch(fn: Callable[..., Any], name: str, operands: list[Tensor | None], out: Tensor, status: bool, o: dict[str, Any]) -> Launch:
+    params = list(o.get("params", ()))
     kinds = "".join("f" if isinstance(p, float) else "i" for p in params)
-    spec = KernelSpec(kernel.fn, binds, len(operands), kinds, "scratch" in o, bool(o.get("status")))
-    items = int(o["items"](node)) if "items" in o else node.out.n_rows
-    chunk = int(o["chunk"](node)) if "chunk" in o else default_chunk(node.out)
-    return Launch(spec, kernel.name, operands, params, items, max(1, chunk), scratch)
+    spec = KernelSpec(fn, o.get("bind", {}), len(operands), kinds, "scratch" in o, status)
+    items = int(o["items"]) if "items" in o else out.n_rows
+    chunk = int(o["chunk"]) if "chunk" in o else default_chunk(out)
+    return Launch(spec, name, operands, params, items, max(1, chunk), int(o.get("scratch", 0)))

@@ -95,9 +95,14 @@ def numba_target(level: str) -> tuple[str, str]:
     return _CPU_NAME[level], ""
 
 
+def level_features(level: str) -> frozenset[str]:
+    """Features that kernels of a level may use: the host's own at its full level."""
+    return host_features() if level == host_level() else frozenset(_NEEDS[level])
+
+
 def set_target(level: str) -> None:
     """Say which level the kernels being compiled are for (a compiling process calls it once, before numba is used)."""
-    _target[:] = [host_features() if level == host_level() else frozenset(_NEEDS[level])]
+    _target[:] = [level_features(level)]
 
 
 def target_features() -> frozenset[str]:

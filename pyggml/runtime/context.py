@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,7 +74,8 @@ class Context:
     """Memory and plans for a model; made by `model.context(...)`. One call at a time: a second thread's gets ContextError."""
 
     def __init__(self, model: RunnableModel, *, backend: str, threads: int | None, n_ctx: int, n_ubatch: int, n_seq_max: int,
-                 mamba2: str | Callable[..., Any], chunk: int | str | None, types: dict[str, DType], options: dict[str, Any]) -> None:
+                 mamba2: str | Callable[..., Any], chunk: int | str | None, types: dict[str, DType], options: dict[str, Any],
+                 threads_batch: int | None = None) -> None:
         for name, value in (("n_ctx", n_ctx), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max)):
             _check_count(name, value, 1)
         self.model = model
@@ -86,6 +87,8 @@ class Context:
         if threads is not None:
             options = {**options, "threads": threads}
         self.backend = open_backend(backend, **options)
+        own = threads_batch not in (None, self.threads)
+        self.batch_backend = open_backend(backend, **{**options, "threads": threads_batch}) if own else None  # of prompts, where they take other threads
         self._memory: Memory | None = Memory(model.memory_shape(), n_ctx, n_seq_max, types["type_k"], types["type_v"], types["type_r"], types["type_s"])
         self._plans: OrderedDict[tuple[int, int, int, int], Planned] = OrderedDict()
         self._invalid: set[int] = set()
@@ -219,7 +222,8 @@ class Context:
             start = time.perf_counter()
             inp = self.model.inputs(*key)
             logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk)
-            planned = self._plans[key] = Planned(inp, logits, self.backend.compile(Graph([logits, *updates])))
+            backend = self.backend if self.batch_backend is None or n_seq_tokens == 1 else self.batch_backend
+            planned = self._plans[key] = Planned(inp, logits, backend.compile(Graph([logits, *updates])))
             if len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
             self.timings.n_plans += 1
@@ -229,13 +233,21 @@ class Context:
 
     def prepare(self, n_tokens: int, seq: int = 0) -> None:
         """Make the plans that a prompt of n_tokens and the tokens predicted after it need, so that nothing is compiled later."""
-        mem, done = self.memory, 0
         _check_count("n_tokens", n_tokens, 0)
         with self._alone():
             self._check_room([(self._check_seq(seq), n_tokens)])
-            for n in [*[min(self.n_ubatch, n_tokens - i) for i in range(0, n_tokens, self.n_ubatch)], 1]:
-                done += n
-                self._plan(n, 1, mem.n_kv(done), 1)
+        self.prepare_batches([[(seq, n_tokens)], [(seq, 1)]])
+
+    def prepare_batches(self, calls: Iterable[Sequence[tuple[int, int]]]) -> None:
+        """Make the plans that calls of decode_batch will need, one after another from here on; nothing runs. Each call is given
+        as [(seq, number of tokens), ...]."""
+        mem, done = self.memory, 0
+        with self._alone():
+            for counts in calls:
+                pieces = [Piece(self._check_seq(seq), np.zeros(n, np.int64), np.arange(n) == n - 1, np.arange(n)) for seq, n in counts]
+                for ub in split_equal(pieces, self.n_ubatch):
+                    done += ub.tokens.size
+                    self._plan(ub.n_seq_tokens, len(ub.seqs), mem.n_kv(done), max(int(ub.outputs.sum()), 1))
 
     def forms_used(self) -> str:
         """The Mamba2 forms of the plans made so far, by tokens per sequence: `ssd at 600, scan at 1`."""
@@ -306,6 +318,18 @@ class Context:
                 self.memory.clear(s)
                 self._invalid.discard(s)
 
+    def copy(self, src: int, dst: int) -> None:
+        """Make sequence dst hold what src holds, such as a prompt that several continue; what dst held is forgotten."""
+        if self._check_seq(src) == self._check_seq(dst):
+            raise ParamError(f"copy: sequence {src} onto itself; legal: two different sequences")
+        with self._alone():
+            if src in self._invalid:
+                raise ContextError(f"sequence {src}: its last step was interrupted and its state is not usable; reset({src}) first")
+            self.memory.clear(dst)
+            self._invalid.discard(dst)
+            self._check_room([(dst, self.memory.n_past[src])])
+            self.memory.copy(src, dst)
+
     def close(self) -> None:
         """Drop memory and plans. Calling it again does nothing."""
         with self._alone():
@@ -314,8 +338,11 @@ class Context:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of `kv`, `state` and `compute` (the arenas of the plans in use)."""
-        sizes = [[b.nbytes for b in getattr(p.runner, "buffers", tuple)()] for p in self._plans.values()]
-        return {**self.memory.nbytes(), "compute": sum(map(max, zip(*sizes, strict=True)))}  # plans run one at a time, in the same buffers
+        sizes: dict[bool, list[list[int]]] = {}
+        for (n_seq_tokens, *_), p in self._plans.items():
+            batch = self.batch_backend is not None and n_seq_tokens > 1
+            sizes.setdefault(batch, []).append([b.nbytes for b in getattr(p.runner, "buffers", tuple)()])
+        return {**self.memory.nbytes(), "compute": sum(sum(map(max, zip(*s, strict=True))) for s in sizes.values())}  # a backend's plans run one at a time
 
     def _check_seq(self, seq: int) -> int:
         if not isinstance(seq, int | np.integer) or isinstance(seq, bool) or not 0 <= seq < self.n_seq_max:

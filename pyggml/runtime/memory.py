@@ -104,6 +104,18 @@ class Memory:
                     t.data.reshape(rows, -1)[which] = 0
         self.n_past[seq] = 0
 
+    def copy(self, src: int, dst: int) -> None:
+        """Make an empty sequence hold what another one holds, in cells of its own."""
+        cells = np.flatnonzero(self.cell_seq == src)
+        cells = cells[np.argsort(self.cell_pos[cells])]
+        own, _ = self.place(dst, self.n_past[src])
+        for tensors, rows, to, of in (((*self.k, *self.v), self.n_ctx, own, cells), ((*self.conv, *self.ssm), self.n_seq_max, [dst], [src])):
+            for t in tensors:
+                if t is not None and t.data is not None:
+                    memory = t.data.reshape(rows, -1)
+                    memory[to] = memory[of]
+        self.n_past[dst] = self.n_past[src]
+
     def check_range(self, seqs: Sequence[int]) -> None:
         """ContextError when a float16 state of one of these sequences is not finite: float32 values up to 3e38 were stored in it."""
         for option, tensors in (("type_r", self.conv), ("type_s", self.ssm)):

@@ -327,4 +327,5 @@ def mul_mat_outer(out: Any, a: Any, b: Any, mb: Any, nb: Any, i0: Any, i1: Any) 
                 outer_edge(a_k, a.nb0, at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1, k, at(o_p, j * out.nb1), out.nb1, first)
 
 
-import pyggml.ops.matmul.gemv  # noqa: E402, F401  last, as kernels registered later are tried first
+from pyggml.ops.matmul import gemv as gemv  # noqa: E402  registered after the kernels above, so tried first
+from pyggml.ops.matmul import panels as panels

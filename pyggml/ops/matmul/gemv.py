@@ -1,19 +1,19 @@
 """MUL_MAT of few columns (1 to 16 tokens): weights are read once, from where they lie, made float32 in registers and multiplied with
 up to 4 columns while they are there.
 
-An item is 16 rows of one batch, computed in tiles of 4 rows. A dot product always has 16 partial sums, element k in sum k % 16, added in
-the order of `sums_of_lanes`: its bits depend on its two rows alone.
+An item is 16 rows of one batch, computed in tiles of 4 rows. Dot products are summed as `mul_mat` sums them, 16 partial sums for each
+K_BLOCK of k, so that they have the same bits: they depend on their two rows alone.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import pyggml.ops.matmul.cpu  # noqa: F401  first, as kernels registered later are tried first
 from pyggml.cpu.level import target_features
-from pyggml.cpu.simd import Intrinsic, at, helper, intrinsic, ld_f32, st_f32
+from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, prefetch, store_floats, sums_of_lanes, wide_registers
 from pyggml.dtypes import F32
+from pyggml.ops.matmul.cpu import K_BLOCK
 from pyggml.quants.units_cpu import UNITS, Unit
 from pyggml.registry import kernel
 from pyggml.tensor import Node, Tensor
@@ -106,11 +106,12 @@ TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, u, c) for t, u in UN
 globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
 
 
-@intrinsic("void(ptr, ptr)")
-def sum_lanes_16(b: Any, ir: Any, dst: Any, src: Any) -> None:
-    """The sums of 16 vectors of 16 lanes."""
+@intrinsic("void(ptr, ptr, i64)")
+def add_sums_16(b: Any, ir: Any, dst: Any, src: Any, first: Any) -> None:
+    """Add the sums of 16 vectors of 16 lanes to dst; `first`: 1 to store them."""
     i64 = ir.IntType(64)
-    store_floats(b, dst, sums_of_lanes(b, ir, [load_floats(b, ir, b.gep(src, [i64(r * LANES * 4)])) for r in range(LANES)]))
+    sums = sums_of_lanes(b, ir, [load_floats(b, ir, b.gep(src, [i64(r * LANES * 4)])) for r in range(LANES)])
+    store_floats(b, dst, b.select(b.icmp_signed("!=", first, i64(0)), sums, b.fadd(load_floats(b, ir, dst), sums)))
 
 
 # -- the kernel -------------------------------------------------------------------------------------------------------------
@@ -148,14 +149,15 @@ def _chunk(node: Node) -> int:
 
 def _binds(node: Node) -> dict[str, Any]:
     a, n = _ab(node)[0].dtype.name, node.out.ne[1]
+    unit = UNITS[a]
     cols = -(-n // -(-n // MAX_COLS))  # of as few tiles as possible, all alike
-    return {"dots": TILES[a, cols], "COLS": cols, "UNIT": UNITS[a].n}
+    return {"dots": TILES[a, cols], "COLS": cols, "UNIT": unit.n, "NBYTES": unit.nbytes, "SCALES": ROWS * K_BLOCK // unit.n * unit.n_scales * 4}
 
 
 def _scratch(node: Node) -> int:
     a, _ = _ab(node)
     unit = UNITS[a.dtype.name]
-    return MAX_COLS * SUMS + LANES * 4 + ROWS * a.ne[0] // unit.n * unit.n_scales * 4
+    return LANES * 4 + ROWS * K_BLOCK // unit.n * unit.n_scales * 4 + MAX_COLS * SUMS * -(-a.ne[0] // K_BLOCK)
 
 
 @helper
@@ -163,16 +165,16 @@ def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_units: Any
     """A tile; bound to the type's."""
 
 
-COLS, UNIT = 1, 16  # bound
+COLS, UNIT, NBYTES, SCALES = 1, 16, 64, 0  # bound
 
 
 @kernel("MUL_MAT", "cpu", when=_not_few, items=_items, chunk=_chunk, bind=_binds, scratch=_scratch)
 def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Items [i0, i1), rows fastest. Scratch: partial sums of 16 rows x COLS columns, 16 sums, unpacked scales of 4 rows."""
-    n_mb, n_units, edge = (a.ne1 + LANES - 1) // LANES, a.ne0 // UNIT, at(scratch, COLS * SUMS)
-    scales, r2, r3 = at(edge, LANES * 4), b.ne2 // a.ne2, b.ne3 // a.ne3
-    tile = ROWS * a.nb1
+    """Items [i0, i1), rows fastest. Scratch: 16 sums, scales of 4 rows, then for each block of k partial sums of COLS columns x 16 rows."""
+    n_mb, n_kb, tile = (a.ne1 + LANES - 1) // LANES, (a.ne0 + K_BLOCK - 1) // K_BLOCK, ROWS * a.nb1
     ahead = (AHEAD + tile - 1) // tile * tile  # whole tiles, or else rows of one would fetch each other's
+    scales, r2, r3 = at(scratch, LANES * 4), b.ne2 // a.ne2, b.ne3 // a.ne3
+    sums = at(scales, SCALES)
     for item in range(i0, i1):
         batch, m0 = item // n_mb, item % n_mb * LANES
         i2, i3, m = batch % b.ne2, batch // b.ne2, min(LANES, a.ne1 - m0)
@@ -181,12 +183,14 @@ def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> Non
         for j in range(0, b.ne1, COLS):
             first = min(j, b.ne1 - COLS)  # the last tile may compute columns again: they come out the same
             for r in range(0, m, ROWS):
-                dots(at(a_p, r * a.nb1), a.nb1, min(ROWS, m - r) - 1, at(b_p, first * b.nb1), b.nb1, n_units, ahead, at(scratch, r * LANES * 4), scales)
+                for kb in range(n_kb):
+                    units = (min(a.ne0, (kb + 1) * K_BLOCK) - kb * K_BLOCK) // UNIT
+                    dots(at(a_p, r * a.nb1 + kb * (K_BLOCK // UNIT) * NBYTES), a.nb1, min(ROWS, m - r) - 1, at(b_p, first * b.nb1 + kb * K_BLOCK * 4),
+                         b.nb1, units, ahead, at(sums, kb * COLS * SUMS + r * LANES * 4), scales)
             for c in range(COLS):
-                o, s = at(o_p, (first + c) * out.nb1), at(scratch, c * SUMS)
-                if m == LANES:
-                    sum_lanes_16(o, s)
-                else:
-                    sum_lanes_16(edge, s)
-                    for i in range(m):
-                        st_f32(o, i, ld_f32(edge, i))
+                o = at(o_p, (first + c) * out.nb1)
+                to = o if m == LANES else scratch
+                for kb in range(n_kb):
+                    add_sums_16(to, at(sums, (kb * COLS + c) * SUMS), 1 if kb == 0 else 0)
+                if m < LANES:
+                    copy_bytes(o, scratch, m * 4)

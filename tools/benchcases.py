@@ -1,0 +1,169 @@
+"""What a bench runs: flags with lists and ranges, as llama-bench takes them, and the cross product of what they say."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyggml.backends import NAMES
+from pyggml.cpu.level import n_cores
+from pyggml.models import demo_path
+from pyggml.models.loader import CACHE_TYPES
+from pyggml.tools.common import chunk, form, whole
+
+Form = str | Callable[..., Any]
+MAX_VALUES = 10_000  # of one range: more is a slip of the pen
+_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
+
+
+def ranges(least: int) -> Callable[[str], list[int]]:
+    """An argparse type: whole numbers and ranges of at least `least`, separated by commas. 8-11 is 8,9,10,11; 8-64+8 adds 8, 8-64*2
+    doubles.
+
+    >>> ranges(1)("1,8-32*2,40-48+4")
+    [1, 8, 16, 32, 40, 44, 48]
+    """
+    def parse(text: str) -> list[int]:
+        return [n for item in text.split(",") for n in _expand(item, least)]
+    return parse
+
+
+def _expand(item: str, least: int) -> list[int]:
+    m = _RANGE.fullmatch(item.strip())
+    if m is None:
+        raise argparse.ArgumentTypeError(f"{item!r}; legal: a whole number, FIRST-LAST, FIRST-LAST+STEP or FIRST-LAST*FACTOR")
+    first, last, how, by = int(m[1]), int(m[2] or m[1]), m[3] or "+", int(m[4] or 1)
+    if first < least:
+        raise argparse.ArgumentTypeError(f"{item!r}; legal: numbers of at least {least}")
+    if last < first or (by < 2 if how == "*" else by < 1) or (how == "*" and first < 1):
+        raise argparse.ArgumentTypeError(f"{item!r}: it never ends or is empty; legal: FIRST at most LAST, a STEP of at least 1, a FACTOR of at least 2")
+    values = list(itertools.islice(itertools.takewhile(lambda n: n <= last, _numbers(first, how, by)), MAX_VALUES + 1))
+    if len(values) > MAX_VALUES:
+        raise argparse.ArgumentTypeError(f"{item!r}: more than {MAX_VALUES} values")
+    return values
+
+
+def _numbers(first: int, how: str, by: int) -> Iterator[int]:
+    n = first
+    while True:
+        yield n
+        n = n * by if how == "*" else n + by
+
+
+def pair(text: str) -> list[tuple[int, int]]:
+    """An argparse type: PROMPT,GEN of -pg."""
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: PROMPT,GEN, such as 512,128")
+    return [(whole(1)(parts[0]), whole(1)(parts[1]))]
+
+
+def each(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """An argparse type: values of another type, separated by commas."""
+    return lambda text: [one(x) for x in text.split(",")]
+
+
+def word(*legal: str) -> Callable[[str], str]:
+    """An argparse type: one of these words, whatever its case."""
+    def parse(text: str) -> str:
+        if text.lower() not in legal:
+            raise argparse.ArgumentTypeError(f"{text!r}; legal: {', '.join(legal)}")
+        return text.lower()
+    return parse
+
+
+def several(p: argparse.ArgumentParser, *flags: str, kind: Callable[[str], Any], metavar: str, text: str, dest: str | None = None) -> None:
+    """An option that takes a list and may be given again, which makes the list longer."""
+    more = {} if dest is None else {"dest": dest}
+    p.add_argument(*flags, action="extend", type=kind, metavar=metavar, help=text, **more)  # type: ignore[arg-type]
+
+
+def sweep_options(p: argparse.ArgumentParser) -> None:
+    """The Mamba2 options over which tools sweep."""
+    several(p, "--mamba2", kind=each(form), metavar="FORM,..", text="graphs of the Mamba2 layers: auto, scan, ssd, FILE.py:FUNCTION (auto)")
+    several(p, "--chunk", kind=each(chunk), metavar="N|none,..", text="tokens per chunk of the ssd graph (default: by a limit on plan memory)")
+    several(p, "--type-r", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the conv states: {', '.join(CACHE_TYPES)} (f32)")
+    several(p, "--type-s", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the SSM states (f32)")
+
+
+def ignored_options(p: argparse.ArgumentParser) -> None:
+    """Options that command lines for llama.cpp hold and that change nothing here; see `note_ignored`."""
+    p.add_argument("-ngl", "--n-gpu-layers", metavar="N", help="accepted; without effect, as there is no GPU backend")
+    p.add_argument("-fa", "--flash-attn", nargs="?", const="on", metavar="on|off|auto", help="accepted; without effect, as the CPU graph has one attention")
+
+
+def note_ignored(args: argparse.Namespace) -> str | None:
+    """One line that names the options given without effect; None when there are none."""
+    given = [flag for flag, value in (("-ngl", args.n_gpu_layers), ("-fa", args.flash_attn)) if value is not None]
+    return f"note: {' and '.join(given)} without effect: the model runs on the CPU, with its one kind of attention" if given else None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a model runs: the file and what its context takes. `type_conv`: the type to which conv weights are cast, None for the file's."""
+
+    model: str
+    n_batch: int
+    n_ubatch: int
+    threads: int
+    threads_batch: int
+    type_k: str
+    type_v: str
+    type_r: str
+    type_s: str
+    mamba2: Form
+    chunk: int | str | None
+    backend: str
+    type_conv: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test: settings, and tokens of prompt, generation and depth (what the context holds before)."""
+
+    settings: Settings
+    n_prompt: int
+    n_gen: int
+    n_depth: int = 0
+
+    @property
+    def name(self) -> str:
+        """llama-bench's name of the test: pp512, tg128 @ d4096, pp512+tg128."""
+        parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen)
+        return "+".join(parts) + (f" @ d{self.n_depth}" if self.n_depth else "")
+
+
+def product(args: argparse.Namespace) -> Iterator[Settings]:
+    """Every combination of the options that describe how to run, models outermost."""
+    lists: list[Sequence[Any]] = [
+        args.model or [str(demo_path())], args.batch_size or [2048], args.ubatch_size or [512], args.threads or [n_cores()], args.threads_batch or [None],
+        args.cache_type_k or ["f16"], args.cache_type_v or ["f16"], args.type_r or ["f32"], args.type_s or ["f32"], args.mamba2 or ["auto"],
+        args.chunk or [None], args.backend or ["cpu"], getattr(args, "type_conv", None) or [None]]
+    for m, b, ub, t, tb, *rest in itertools.product(*lists):
+        yield Settings(m, b, min(ub, b), t, tb or t, *rest)
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Every test of a bench: for each combination of settings and each depth the prompts, the generations, the pairs."""
+    # As in llama-bench, -p, -n and -pg each have their own default, and 0 leaves a kind of test out.
+    prompts, gens = args.n_prompt or [512], args.n_gen or [128]
+    for settings in product(args):
+        for depth in args.n_depth or [0]:
+            tests = [*((p, 0) for p in prompts if p), *((0, n) for n in gens if n), *(args.pg or [])]
+            yield from (Case(settings, p, n, depth) for p, n in tests)
+
+
+def context_lists(p: argparse.ArgumentParser) -> None:
+    """Options of contexts as lists: sizes, threads, cache types, backends."""
+    several(p, "-b", "--batch-size", kind=ranges(1), metavar="N,..", text="tokens per call (2048)")
+    several(p, "-ub", "--ubatch-size", kind=ranges(1), metavar="N,..", text="tokens per graph (512)")
+    several(p, "-t", "--threads", kind=ranges(1), metavar="N,..", text="threads (all cores)")
+    several(p, "-tb", "--threads-batch", kind=ranges(1), metavar="N,..", text="threads for graphs of several tokens per sequence (as -t)")
+    several(p, "-ctk", "--cache-type-k", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(CACHE_TYPES)} (f16)")
+    several(p, "-ctv", "--cache-type-v", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the V cache (f16)")
+    several(p, "--backend", kind=each(word(*(n for n in NAMES if n != "null"))), metavar="NAME,..",
+            text=f"backends: {', '.join(n for n in NAMES if n != 'null')} (cpu)")
