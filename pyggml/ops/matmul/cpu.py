@@ -328,4 +328,4 @@ def mul_mat_outer(out: Any, a: Any, b: Any, mb: Any, nb: Any, i0: Any, i1: Any) 
 
 
 from pyggml.ops.matmul import gemv as gemv  # noqa: E402  registered after the kernels above, so tried first
-from pyggml.ops.matmul import panels as panels
+from pyggml.ops.matmul import panels as panels  # noqa: E402

@@ -17,7 +17,7 @@ ACTIVATION_TYPES = (F32, F16, BF16)
 def mul_mat(a: Tensor, b: Tensor) -> Spec:
     """Dot products of the rows of a with the rows of b: out[i, j] = sum over k of a[k, i] b[k, j].
 
-    a: [K, m, a2, a3] of f32, f16, bf16, q8_0, q4_0, q4_K, q5_K or q6_K. b: [K, n, b2, b3] of f32, f16 or bf16, where a2 divides b2 and
+    a: [K, m, a2, a3] of f32, f16, bf16 or a block type (pyggml.quants.WEIGHT_TYPES). b: [K, n, b2, b3] of f32, f16 or bf16, where a2 divides b2 and
     a3 divides b3: b's batch i2 reads a's batch i2 // (b2 / a2). Out: f32 [m, n, b2, b3]. Any strides, also in dim 0 (a
     transposed matrix need not be copied); only block types keep their rows whole.
 
