@@ -1,16 +1,28 @@
-"""hypothesis strategies of op cases: random legal shapes, strides and parameters, made by the drawers that `pyggml test-ops --random` uses."""
+"""Op cases for tests: the listed ones in batches, and hypothesis strategies of random ones, made by the drawers that `pyggml test-ops --random` uses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
 
+import pytest
 from hypothesis import strategies as st
 
 from pyggml.cases import Case, random_case
 from pyggml.registry import OpDef, all_ops
 
 T = TypeVar("T")
+BATCH = 60  # cases of one test: thousands of tests would cost more than the cases
+
+
+def batches(cases: Iterable[Case]) -> list[Any]:
+    """The cases of each op, BATCH at a time, as parameters of a test."""
+    found = []
+    for d, group in groupby(cases, lambda c: c.op):
+        of_op = list(group)
+        found += [pytest.param(of_op[i:i + BATCH], id=f"{d.name}-{i // BATCH}") for i in range(0, len(of_op), BATCH)]
+    return found
 
 
 class HypothesisDraw:

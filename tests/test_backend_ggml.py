@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from strategies import batches
 
 import pyggml as pg
 from pyggml.backends import Backend, open_backend
@@ -35,6 +36,7 @@ from pyggml.testing import fabricate, nmse
 load_ops()
 REFUSALS = Path(__file__).parent / "data" / "ggml_refusals.txt"
 N_RANDOM = 30  # random cases of each op
+MOST_ELEMENTS = 1 << 18  # `pyggml test-ops -b ggml` takes larger ones too
 N_ODD = 1500  # cases with odd strides and types, in a process of their own
 
 if __name__ != "__main__":
@@ -47,8 +49,9 @@ def ggml() -> Backend:
 
 
 @pytest.fixture(scope="module")
-def cpu() -> Backend:
-    return open_backend("cpu", threads=2)
+def alone() -> Backend:
+    """ggml on one thread, which waits for no other."""
+    return open_backend("ggml", threads=1, poison=True)
 
 
 def run(case: Case, backend: Backend, values: list[np.ndarray | None]) -> list[np.ndarray]:
@@ -65,26 +68,23 @@ def run(case: Case, backend: Backend, values: list[np.ndarray | None]) -> list[n
     return [runner.get(t) for t in (*outs, *written) if t is not None]
 
 
-def check(case: Case, ggml: Backend, *others: Backend) -> None:
+def faults(case: Case, ggml: Backend) -> list[str]:
+    """What is wrong with ggml's results of a case, held against the definitions (as ours are in test_ops)."""
     from pyggml.backends.ggml_compare import compare
 
     values = stored_values(case)
-    result = run(case, ggml, values)
-    for other in others:
-        got, want, limit, why = compare(case, values, result, run(case, other, values))
-        for g, w in zip(got, want, strict=True):
-            assert nmse(g, w) <= limit, f"{case} against {other.name}: {why}"
+    got, want, limit, why = compare(case, values, run(case, ggml, values), run(case, open_backend("reference"), values))
+    found = [nmse(g, w) for g, w in zip(got, want, strict=True)]
+    return [f"{case}: NMSE {e:.2g}, limit {limit:.2g} {why}" for e in found if not e <= limit]
 
 
 # -- values ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [c for c in all_cases() if not c.large], ids=str)
-def test_case(case: Case, ggml: Backend, cpu: Backend) -> None:
-    why = ggml.refuses(case.node())
-    if why is not None:
-        pytest.skip(f"ggml refuses {case.op.name}: {why}")
-    check(case, ggml, open_backend("reference"), cpu)
+@pytest.mark.parametrize("cases", batches(c for c in all_cases() if not c.large and c.n_elements <= MOST_ELEMENTS))
+def test_cases(cases: list[Case], alone: Backend) -> None:
+    """All cases that ggml takes; which it does not, and why, is in the list of refusals."""
+    assert [f for c in cases if alone.refuses(c.node()) is None for f in faults(c, alone)] == []
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
@@ -97,8 +97,7 @@ def test_random_cases(name: str, ggml: Backend) -> None:
     taken = list(itertools.islice((c for c in drawn if ggml.refuses(c.node()) is None), N_RANDOM))
     if not taken:
         pytest.skip(f"ggml refuses {40 * N_RANDOM} random cases of {name}")
-    for case in taken:
-        check(case, ggml, open_backend("reference"))
+    assert [f for case in taken for f in faults(case, ggml)] == []
 
 
 @pytest.mark.parametrize("arch", architectures())
@@ -266,16 +265,13 @@ def test_memory_is_written_by_set_alone(ggml: Backend) -> None:
     total = pg.add(x, fixed)
     runner = ggml.compile(Graph([total]))
     runner.set(x, np.ones(3, np.float32))
-    runner.set(fixed, np.full(3, 5, np.float32))
     runner.run()
-    assert runner.get(total).ravel().tolist() == [6, 6, 6]
+    assert runner.get(total).ravel().tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="read-only"):
         runner.view(x)[...] = 2
-    with pytest.raises(GraphError, match="cannot be set"):
-        runner.set(total, np.ones(3, np.float32))
-    fixed.data.flags.writeable = False
-    with pytest.raises(GraphError, match="fixed cannot be set"):
-        ggml.compile(Graph([pg.neg(fixed)])).set(fixed, np.ones(3, np.float32))
+    for t, kind in ((total, "ADD"), (fixed, "a constant"), (pg.tensor([3], name="other"), "a leaf")):
+        with pytest.raises(GraphError, match=rf"\({kind}\) was given a value; it is not an input of this graph"):
+            runner.set(t, np.ones(3, np.float32))
     with pytest.raises(GraphError, match="is not part of this graph"):
         runner.get(pg.tensor([3], name="other"))
 
@@ -408,15 +404,15 @@ def odd(x: Leaf | None, rng: np.random.Generator) -> Leaf | None:
 
 
 def survive(n_odd: int) -> None:
-    """Run every case, every case that must fail, and odd ones; each is printed before it runs, so the last line tells which one ended the process."""
-    backend = open_backend("ggml", threads=2, poll=0, poison=True)
+    """Run every case that must fail, and odd ones; each is printed before it runs, so the last line tells which one ended the process."""
+    backend = open_backend("ggml", threads=1, poison=True)
     cases = [c for c in all_cases() if not c.large]
     bad = [e.as_case() for d in OPS.values() for e in errors_of(d)]
     rng = np.random.default_rng(7)
     small = [c for c in cases if c.op.cost_of(c.node()).nbytes < 1 << 20]
     odds = [replace(c, inputs=tuple(odd(x, rng) for x in c.inputs), shown=None) for c in (small[rng.integers(len(small))] for _ in range(n_odd))]
     ran = 0
-    for case in (*cases, *bad, *odds):
+    for case in (*bad, *odds):
         print(case, flush=True)
         try:
             if backend.refuses(case.node()) is None:
@@ -424,7 +420,7 @@ def survive(n_odd: int) -> None:
                 ran += 1
         except PyggmlError:
             continue
-    print(f"ran {ran} of {len(cases) + len(bad) + n_odd}")
+    print(f"ran {ran} of {len(bad) + n_odd}")
 
 
 def test_no_case_ends_the_process(root: Path) -> None:

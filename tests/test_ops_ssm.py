@@ -55,6 +55,21 @@ def one_token(dt: float, A: float = -1.0, *, s: float = 1.0, x: float = 0.0, B: 
 # -- SSM_SCAN -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("d_state", [1, 5, 16, 20])
+@pytest.mark.parametrize("name", ["x", "dt"])
+def test_an_infinite_input_stays_infinite_whatever_the_padding(name: str, d_state: int) -> None:
+    """Lanes that pad d_state to whole vectors do not turn inf into NaN, and heads that do not hold it are as without it."""
+    a = inputs(d_state, 3, 2, 1, 4)
+    a["B"], a["C"] = np.abs(a["B"]), np.abs(a["C"])
+    a["x"] = np.abs(a["x"])
+    plain = scan(a)
+    a[name][0, 2, 1] = np.inf
+    want = scan(a, backend="reference")
+    for got, ref, before, head in zip(scan(a), want, plain, ((0, slice(None), 0), (0, 0)), strict=True):
+        assert np.isposinf(ref).any() and not np.isnan(ref).any() and np.array_equal(np.isposinf(got), np.isposinf(ref)) and not np.isnan(got).any()
+        assert np.array_equal(got[head], before[head])
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_fault_1_head_h_reads_group_h_over_heads_per_group(backend: str) -> None:
     a = inputs(1, 1, 4, 2, 1)

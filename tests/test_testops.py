@@ -238,8 +238,8 @@ def test_a_result_that_depends_on_the_threads_is_caught() -> None:
     d = _op("BAD", _sum_over_items, lambda x: np.cumsum(x, axis=-2), scratch=lambda node: 4)
     ones = f32(1, 300_000, lo=1.0, hi=1.0)
     assert _verdict(d, ones, (1,)).faults == []
-    faults = _verdict(d, ones, (1, 2, 7)).faults
-    assert any(f.endswith("threads give other bits than 1") for f in faults), faults
+    found = (f for _ in range(100) for f in _verdict(d, ones, (1, 2, 7)).faults)  # on a busy machine one thread may do it all
+    assert any(f.endswith("threads give other bits than 1") for f in found)
 
 
 def test_a_gap_of_an_output_must_stay_untouched() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from pyggml.backends import Backend, Runner, open_backend
 from pyggml.backends.cpu import CpuRunner
+from pyggml.backends.ggml import GgmlBackend
 from pyggml.cases import Case
 from pyggml.errors import UnsupportedOp
 from pyggml.graph import Graph
@@ -30,7 +31,10 @@ def perf_rows(cases: Iterable[Case], backends: Sequence[Backend], seed: int = 0)
     """A row per case and backend: time of one run, its rates, their share of the ceiling, and (of cases that are not large) the NMSE."""
     for case in cases:
         for backend in backends:
-            yield _row(case, backend, seed)
+            row = _row(case, backend, seed)
+            if isinstance(backend, GgmlBackend):
+                backend.pause()  # its threads would spin for a while yet, in the time of what is measured next
+            yield row
 
 
 def _row(case: Case, backend: Backend, seed: int) -> Row:

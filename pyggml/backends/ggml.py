@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from pyggml.backends.base import check_array, decode, require_inputs_set
+from pyggml.backends.base import check_array, decode, require_input, require_inputs_set, typed_view
 from pyggml.backends.ggml_lib import MAX_THREADS, OUTPUT_FLAG, GgmlTensor, InitParams, Library, ThreadpoolParams, load
 from pyggml.backends.ggml_ops import Call, Copied, Refused, call_of
 from pyggml.cpu.level import n_cores
@@ -133,6 +133,7 @@ class GgmlRunner:
         self._lib: Library = backend.lib
         self._storage: dict[int, np.ndarray] = {}  # id(leaf) -> its bytes
         self._tensors: dict[int, int] = {}  # id(tensor) -> address of ggml's struct
+        self._inputs = {id(t) for t in plan.graph.inputs}
         self._given: set[int] = set()
         self._unchecked = True
         graph = plan.graph
@@ -239,13 +240,9 @@ class GgmlRunner:
         return as_strided(raw.view(t.dtype.np), t.ne[::-1], t.nb[::-1], writeable=False)
 
     def set(self, t: Tensor, value: np.ndarray) -> None:
-        """Fill an input."""
-        self.address(t)
-        storage = self._storage.get(id(t.root))
-        if storage is None or t.dtype.np is None or not storage.flags.writeable:
-            raise GraphError(f"{t.name or 'tensor'} cannot be set: legal are inputs of a plain type, and constants whose memory may be written")
-        typed = storage[t.offs:t.offs + t.nbytes].view(t.dtype.np)
-        as_strided(typed, t.ne[::-1], t.nb[::-1])[...] = check_array(t, value)
+        """Fill an input; GraphError for any other tensor."""
+        require_input(t, self._inputs)
+        typed_view(t, self._storage[id(t)])[...] = check_array(t, value)
         self._given.add(id(t))
         self._unchecked = True
 

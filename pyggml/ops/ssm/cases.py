@@ -54,6 +54,8 @@ def _ssm_conv_errors() -> Iterator[ErrorCase]:
 @ssm_conv.random
 def _ssm_conv_random(draw: Draw) -> Case:
     d_conv, n_tok, d_inner, n_seqs = draw.choice((1, 2, 3, 4, 4, 4, 9)), draw_dim(draw, 70), draw_dim(draw, 70), draw.integer(1, 3)
+    if draw.choice((True, False)):  # as ggml has it
+        return _conv("f32", (d_conv - 1 + n_tok, d_inner, n_seqs, 1), (d_conv, d_inner, 1, 1))
     c = draw_leaf(draw, draw.choice((F32, F32, F16, BF16)), (d_conv, d_inner), layouts=("plain", "gap"))
     n_t = n_tok + draw.integer(0, 20) if draw.choice((True, False)) else None
     return case(draw_leaf(draw, F32, (d_conv - 1 + n_tok, d_inner, n_seqs)), c, n_t=n_t)

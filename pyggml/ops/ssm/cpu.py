@@ -130,26 +130,44 @@ def ssm_conv_times(out: Any, sx: Any, c: Any, scratch: Any, i0: Any, i1: Any) ->
 # -- SSM_SCAN -------------------------------------------------------------------------------------------------------------
 
 
-@intrinsic("void(ptr, ptr, i64, ptr, ptr, ptr, f32, ptr)")
-def scan_16_rows(b: Any, ir: Any, dst: Any, src: Any, row: Any, b_t: Any, c_t: Any, xdt: Any, decay: Any, y: Any) -> None:
-    """One token on 16 rows (head_dim) of the state, each `row` bytes: dst = decay src + xdt B, y = dst C."""
+def _scan_16(b: Any, ir: Any, operands: Any, padded: bool) -> None:
+    """One token on 16 rows (head_dim) of the state, each `row` bytes: dst = decay src + xdt B, y = dst C. If `padded`, lanes from `n` on stay 0."""
+    dst, src, row, n, b_t, c_t, xdt, decay, y = operands
     i64, zero = ir.IntType(64), float_constant(ir, 0.0)
     n_blocks, decays = b.sdiv(row, i64(LANES * 4)), splat(b, ir, decay)
+    lanes, live = ir.Constant(ir.VectorType(i64, LANES), list(range(LANES))), splat(b, ir, n)
     at_once = LANES if wide_registers() else 4
     sums: list[Any] = []
     for first in range(0, LANES, at_once):
         def block(i: Any, acc: list[Any], first: int = first) -> list[Any]:
             offset = b.mul(i, i64(LANES * 4))
             b_i, c_i = load_floats(b, ir, b.gep(b_t, [offset])), load_floats(b, ir, b.gep(c_t, [offset]))
+            used = b.icmp_signed("<", b.add(splat(b, ir, b.mul(i, i64(LANES))), lanes), live)
             for r in range(first, first + at_once):
                 place = b.add(offset, b.mul(row, i64(r)))
                 x = splat(b, ir, b.load(b.gep(b.bitcast(xdt, ir.FloatType().as_pointer()), [i64(r)]), align=4))
                 h = multiply_add(b, ir, b_i, x, b.fmul(load_floats(b, ir, b.gep(src, [place])), decays))
+                h = b.select(used, h, zero) if padded else h  # an infinite x times the padding's 0 would be NaN
                 store_floats(b, b.gep(dst, [place]), h)
                 acc[r - first] = multiply_add(b, ir, h, c_i, acc[r - first])
             return acc
         sums += loop(b, ir, n_blocks, [zero] * at_once, block)
     store_floats(b, y, sums_of_lanes(b, ir, sums))
+
+
+@intrinsic("void(ptr, ptr, i64, i64, ptr, ptr, ptr, f32, ptr)")
+def scan_whole(b: Any, ir: Any, *operands: Any) -> None:
+    """_scan_16 where d_state is a multiple of 16."""
+    _scan_16(b, ir, operands, padded=False)
+
+
+@intrinsic("void(ptr, ptr, i64, i64, ptr, ptr, ptr, f32, ptr)")
+def scan_padded(b: Any, ir: Any, *operands: Any) -> None:
+    """_scan_16 for any d_state."""
+    _scan_16(b, ir, operands, padded=True)
+
+
+scan_16_rows = scan_whole  # bound
 
 
 def _padded(n: int) -> int:
@@ -174,7 +192,8 @@ def _scan_binds(node: Node) -> dict[str, Any]:
     s, _, _, _, b, c, _ = node.src
     assert s is not None and b is not None and c is not None
     whole = s.ne[0] % LANES == 0 and s.ne[1] % LANES == 0 and s.nb[:2] == (4, 4 * s.ne[0])
-    return {"D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4}
+    return {"D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4,
+            "scan_16_rows": scan_padded if s.ne[0] % LANES else scan_whole}
 
 
 @helper
@@ -246,7 +265,7 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
                     b_t, c_t = bt, ct
                 for p in range(0, head_dim, LANES):
                     place = 4 * (t * head_dim + p)
-                    scan_16_rows(at(h, p * D_STATE * 4), at(src, p * D_STATE * 4), D_STATE * 4, b_t, c_t, at(xdt, place),
+                    scan_16_rows(at(h, p * D_STATE * 4), at(src, p * D_STATE * 4), D_STATE * 4, s.ne0, b_t, c_t, at(xdt, place),
                                  ld_f32(scratch, TOKENS + t), at(yt, place))
                 src = h
             for t in range(n):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pyggml.cases import Case, Draw, ErrorCase, case, draw_leaf, draw_ne, error, f32, form, i32, leaf, perf
+from pyggml.cases import Case, Draw, ErrorCase, case, draw_dim, draw_leaf, draw_ne, error, f32, form, i32, leaf, perf
 from pyggml.dtypes import BF16, F16, F32, F64
 from pyggml.errors import DTypeError, ParamError
 from pyggml.ops.triangular.defs import KINDS, tri
@@ -48,6 +48,9 @@ def _tri_errors() -> Iterator[ErrorCase]:
 
 @tri.random
 def _tri_random(draw: Draw) -> Case:
+    if draw.choice((True, False)):  # as ggml has it
+        n = draw_dim(draw, 70)
+        return case(f32(n, n, *draw_ne(draw, 2, 12)), kind=draw.choice(KINDS))
     first = draw.integer(0, 3)
     dims = (first, draw.choice([d for d in range(4) if d != first]))
     x = draw_leaf(draw, draw.choice((F32, F16, BF16, F64)), draw_ne(draw))
