@@ -20,7 +20,7 @@ LAYERS = {
     "graph": ["graph"],
     "plan": ["plan"],
     "simd": ["cpu", "cpu.level", "cpu.simd", "cpu.mathf", "cpu.vector", "cpu.rows", "cpu.tiles"],  # instruction sets and intrinsics
-    "kernels": ["ops.*.cpu", "ops.*.cuda", "ops.matmul.gemv", "ops.matmul.panels", "quants.cpu", "quants.*_cpu"],
+    "kernels": ["ops.*.cpu", "ops.*.cuda", "ops.matmul.gemv", "ops.matmul.panels", "ops.matmul.words", "quants.cpu", "quants.*_cpu"],
     "backends": ["backends", "backends.*", "cpu", "cpu.*"],
     "gguf": ["gguf", "gguf.*"],
     "runtime": ["runtime", "runtime.*"],

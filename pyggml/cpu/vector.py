@@ -107,6 +107,23 @@ def multiply_add(b: Any, ir: Any, x: Any, y: Any, z: Any) -> Any:
     return b.call(fn, [x, y, z])
 
 
+def multiply_pairs(b: Any, ir: Any, x: Any, y: Any) -> Any:
+    """<32 x i16> times <32 x i16>: sixteen 32-bit sums of the products of two neighbours. No product of -32768 twice."""
+    from pyggml.cpu.level import machine, target_features
+    n, i32 = x.type.count, ir.IntType(32)
+    kinds = {"avx512bw": (32, "llvm.x86.avx512.pmaddw.d.512"), "avx2": (16, "llvm.x86.avx2.pmadd.wd"), "": (8, "llvm.x86.sse2.pmadd.wd")}
+    whole, name = next(v for k, v in kinds.items() if not k or k in target_features())
+    if machine() != "x86_64":
+        wide = ir.VectorType(i32, n)
+        products = b.mul(b.sext(x, wide), b.sext(y, wide))
+        return b.add(shuffle(b, ir, products, products, range(0, n, 2)), shuffle(b, ir, products, products, range(1, n, 2)))
+    if n > whole:
+        low, high = ([shuffle(b, ir, v, v, range(k, k + n // 2)) for v in (x, y)] for k in (0, n // 2))
+        return concat(b, ir, multiply_pairs(b, ir, *low), multiply_pairs(b, ir, *high))
+    fn = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(ir.VectorType(i32, n // 2), [x.type] * 2), name)
+    return b.call(fn, [x, y])
+
+
 def loop(b: Any, ir: Any, n: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
     """n turns (n >= 0, i64) of `body(i, values) -> values`, with the values carried from turn to turn; the last values."""
     i64 = ir.IntType(64)

@@ -13,12 +13,11 @@ from pyggml.cpu.level import target_features
 from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, prefetch, store_floats, sums_of_lanes, wide_registers
 from pyggml.dtypes import F32
-from pyggml.ops.matmul.cpu import K_BLOCK
 from pyggml.quants.units_cpu import UNITS, Unit
-from pyggml.registry import kernel
 from pyggml.tensor import Node, Tensor
 
 MAX_N = 16  # columns
+K_BLOCK = 1024  # values of k that are summed at a time, here and in `mul_mat`; a multiple of every type's block
 MAX_COLS, ROWS = 4, 4  # of a tile
 TURN = 64  # weights of a row per turn of a tile's loop, at least
 AHEAD = 8192  # bytes that prefetches run ahead of the loads, at least: the hardware's own do not follow 4 rows of some blocks each
@@ -117,14 +116,15 @@ def add_sums_16(b: Any, ir: Any, dst: Any, src: Any, first: Any) -> None:
 # -- the kernel -------------------------------------------------------------------------------------------------------------
 
 
-def _ab(node: Node) -> tuple[Tensor, Tensor]:
+def operands_of(node: Node) -> tuple[Tensor, Tensor]:
+    """a and b."""
     a, b = node.src
     assert a is not None and b is not None
     return a, b
 
 
 def _not_few(node: Node) -> str | None:
-    a, b = _ab(node)
+    a, b = operands_of(node)
     if b.ne[1] > MAX_N:
         return f"{b.ne[1]} columns, more than {MAX_N}"
     if b.dtype is not F32 or b.nb[0] != 4:
@@ -137,25 +137,32 @@ def _not_few(node: Node) -> str | None:
     return f"K is {a.ne[0]}, no multiple of {unit.n}" if a.ne[0] % unit.n else None
 
 
-def _items(node: Node) -> int:
+def row_items(node: Node) -> int:
+    """16 rows of a batch each."""
     m, _, b2, b3 = node.out.ne
     return -(-m // LANES) * b2 * b3
 
 
-def _chunk(node: Node) -> int:
-    a, _ = _ab(node)
+def row_chunk(node: Node) -> int:
+    """Items of CHUNK_BYTES of weights."""
+    a, _ = operands_of(node)
     return CHUNK_BYTES // (LANES * a.dtype.row_bytes(a.ne[0]))
 
 
+def tile_columns(node: Node) -> int:
+    """Columns of a tile: of as few tiles as possible, all alike."""
+    n = node.out.ne[1]
+    return -(-n // -(-n // MAX_COLS))
+
+
 def _binds(node: Node) -> dict[str, Any]:
-    a, n = _ab(node)[0].dtype.name, node.out.ne[1]
+    a, cols = operands_of(node)[0].dtype.name, tile_columns(node)
     unit = UNITS[a]
-    cols = -(-n // -(-n // MAX_COLS))  # of as few tiles as possible, all alike
     return {"dots": TILES[a, cols], "COLS": cols, "UNIT": unit.n, "NBYTES": unit.nbytes, "SCALES": ROWS * K_BLOCK // unit.n * unit.n_scales * 4}
 
 
 def _scratch(node: Node) -> int:
-    a, _ = _ab(node)
+    a, _ = operands_of(node)
     unit = UNITS[a.dtype.name]
     return LANES * 4 + ROWS * K_BLOCK // unit.n * unit.n_scales * 4 + MAX_COLS * SUMS * -(-a.ne[0] // K_BLOCK)
 
@@ -168,7 +175,6 @@ def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_units: Any
 COLS, UNIT, NBYTES, SCALES = 1, 16, 64, 0  # bound
 
 
-@kernel("MUL_MAT", "cpu", when=_not_few, items=_items, chunk=_chunk, bind=_binds, scratch=_scratch)
 def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Items [i0, i1), rows fastest. Scratch: 16 sums, scales of 4 rows, then for each block of k partial sums of COLS columns x 16 rows."""
     n_mb, n_kb, tile = (a.ne1 + LANES - 1) // LANES, (a.ne0 + K_BLOCK - 1) // K_BLOCK, ROWS * a.nb1
@@ -194,3 +200,6 @@ def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> Non
                     add_sums_16(to, at(sums, (kb * COLS + c) * SUMS), 1 if kb == 0 else 0)
                 if m < LANES:
                     copy_bytes(o, scratch, m * 4)
+
+
+OPTIONS: dict[str, Any] = {"when": _not_few, "items": row_items, "chunk": row_chunk, "bind": _binds, "scratch": _scratch}
