@@ -17,14 +17,15 @@ from pyggml.ops.layout.defs import arange, concat, cont, get_rows, pad, permute,
 from pyggml.ops.matmul.defs import mul_mat
 from pyggml.ops.norm.defs import rms_norm
 from pyggml.ops.pointwise.defs import add, cast, mul, relu, scale, silu, softplus, sqr, swiglu_split
+from pyggml.ops.ssd.defs import ssd_scan
 from pyggml.ops.ssm.defs import ssm_conv, ssm_scan
 from pyggml.runtime.batch import GraphInputs
 from pyggml.runtime.memory import Memory
 from pyggml.tensor import Tensor, current_scope, scope
 
-FORMS = ("scan", "ssd")
+FORMS = ("scan", "ssd", "ssd-fused")
 # The parts of a model, by which reports count (pyggml.tensor.scope). residual: norms, multipliers and additions between the blocks; scan: the
-# state-space product in either form; state: reads, copies and writes of the recurrent states; mamba2: what a user's function leaves unnamed.
+# state-space product in any form; state: reads, copies and writes of the recurrent states; mamba2: what a user's function leaves unnamed.
 PARTS = ("embedding", "residual", "in-proj", "conv", "scan", "gated norm", "out-proj", "state", "mamba2", "attention", "mlp", "head")
 Mamba2Fn = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -154,17 +155,19 @@ class SSM:
 
 
 def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hparams: Any, *, form: str = "ssd", chunk: int | str | None = None,
-                 ids: Tensor | None = None, il: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                 precision: str = "f32", ids: Tensor | None = None, il: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """One Mamba2 layer on plain tensors: input projection, causal conv, state-space product, gated norm, output projection.
 
     x: f32 [n_embd, n_tokens, n_seqs], n_tokens per sequence. weights: a mapping with ssm_in.weight, ssm_conv1d.weight,
     ssm_conv1d.bias, ssm_dt.bias, ssm_a (negative), ssm_d, ssm_norm.weight (optional; normalized per group), ssm_out.weight.
     conv: [d_conv-1, conv_dim, n_seqs]; ssm: [d_state, head_dim, n_head, n_seqs]: the states before x. Gives y [n_embd,
-    n_tokens, n_seqs] and both states after x. `form`: "scan" (the recurrence, SSM_SCAN) or "ssd" (the chunked products of
-    the paper, in primitive ops, with as many nodes for any number of tokens); one token per sequence takes the recurrence in
-    both. `chunk`: tokens per chunk of the ssd form, None (from the plan-memory limit of ssd.default_chunk) or "none" (one
-    chunk). `ids` (i32 [n_seqs]): conv and ssm are then pools of rows, and sequence s uses row ids[s]. `il`: the layer's number
-    in names (default: that of the scope around, else 0). Source: Dao & Gu 2024 (Mamba-2), listing 1; llama.cpp's build_mamba2_layer.
+    n_tokens, n_seqs] and both states after x. `form`: "scan" (the recurrence, SSM_SCAN), "ssd" (the chunked products of the
+    paper, in primitive ops, with as many nodes for any number of tokens) or "ssd-fused" (the same as one op, SSD_SCAN); one
+    token per sequence takes the recurrence in all. `chunk`: tokens per chunk of the ssd forms, None (for ssd from the
+    plan-memory limit of ssd.default_chunk, for ssd-fused as suits its kernel) or "none" (one chunk; for ssd-fused as large as
+    its kernel makes them). `precision`: of SSD_SCAN's products, "f32" or "bf16". `ids` (i32 [n_seqs]): conv and ssm are then
+    pools of rows, and sequence s uses row ids[s]. `il`: the layer's number in names (default: that of the scope around, else
+    0). Source: Dao & Gu 2024 (Mamba-2), listing 1; llama.cpp's build_mamba2_layer.
 
     >>> import pyggml as pg
     >>> hp = dict(ssm_d_conv=4, ssm_d_inner=64, ssm_d_state=16, ssm_n_group=1, ssm_dt_rank=4, f_norm_rms_eps=1e-5)
@@ -190,9 +193,10 @@ def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hp
         z = view(zxbcdt, [p.d_inner, n, s], [row, seq])
         xbc = view(zxbcdt, [p.conv_dim, n, s], [row, seq], p.d_inner * es)
         dt = view(zxbcdt, [p.n_head, n, s], [row, seq], (p.d_inner + p.conv_dim) * es)
-    recurrent = form == "scan" or n == 1
-    q = 0 if recurrent else ssd.chunk_size(chunk, n, s, p.n_head)
-    n_pad = n if recurrent else -(-n // q) * q
+    recurrent, fused = form == "scan" or n == 1, form == "ssd-fused" and n > 1
+    one_op = recurrent or fused
+    q = 0 if one_op else ssd.chunk_size(chunk, n, s, p.n_head)
+    n_pad = n if one_op else -(-n // q) * q
 
     with scope("state", il):
         conv0 = _checked(_gathered(conv, ids, [*p.conv_ne, s]), [*p.conv_ne, s], "mamba2_layer: conv")
@@ -202,24 +206,31 @@ def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hp
         act = named(act, "conv_output_silu", il)                                # [conv_dim, n_pad, n_seqs]
     with scope("state", il):
         new_conv = named(cont(view(window, [*p.conv_ne, s], [window.nb[1], window.nb[2]], n * window.nb[0])), "conv_state", il)
-        in_place = recurrent and ids is not None and ssm.dtype is F32           # the scan reads the pool's rows itself
+        in_place = one_op and ids is not None and ssm.dtype is F32              # the op reads the pool's rows itself
         state0 = reshape(ssm, [*p.ssm_ne, -1]) if in_place else _gathered(ssm, ids, [*p.ssm_ne, s])
-        state0 = _checked(state0, [*p.ssm_ne, state0.ne[3] if recurrent else s], "mamba2_layer: ssm")
+        state0 = _checked(state0, [*p.ssm_ne, state0.ne[3] if one_op else s], "mamba2_layer: ssm")
     with scope("scan", il):
-        dt = named(add(dt, weights["ssm_dt.bias"]), "dt", il)
         a, d = reshape(weights["ssm_a"], [1, p.n_head]), reshape(weights["ssm_d"], [1, p.n_head])
-        if recurrent:
+        if one_op:
             rows = ids if in_place else cast(arange(0, s), "i32")
             xs, b, c = ssd.split_xbc(act, p.head_dim, p.n_head, p.d_state, p.n_group, n, s)
+        if not fused:
+            dt = named(add(dt, weights["ssm_dt.bias"]), "dt", il)
+        if fused:
+            gate = view(zxbcdt, [p.head_dim, p.n_head, n, s], [p.head_dim * es, row, seq])
+            y, new_ssm = ssd_scan(state0, xs, dt, a, b, c, rows, weights["ssm_dt.bias"], d, gate, chunk=n if isinstance(chunk, str) else chunk,
+                                  precision=precision)
+        elif recurrent:
             y, new_ssm = ssm_scan(state0, xs, dt, a, b, c, rows)
-            y = add(y, mul(xs, d))
+            y = named(add(y, mul(xs, d)), "mamba2_y_add_d", il)                 # [head_dim, n_head, n, n_seqs]
         else:
             delta = pad(named(softplus(dt), "dt_softplus", il), 0, n_pad - n)   # a padded step has dt 0: it decays by 1 and adds nothing
             y, new_ssm = ssd.ssd_graph(act, delta, a, d, state0, p.n_group, q, il)
             y = view(y, [p.head_dim, p.n_head, n, s], [y.nb[1], y.nb[2], y.nb[2] * n_pad])
-        y = named(y, "mamba2_y_add_d", il)                                      # [head_dim, n_head, n, n_seqs]
+            y = named(y, "mamba2_y_add_d", il)
     with scope("gated norm", il):
-        y = named(swiglu_split(z, _rows(y, p.d_inner, n, s)), "mamba2_gated", il)  # silu(z) * y
+        y = _rows(y, p.d_inner, n, s)
+        y = named(y if fused else swiglu_split(z, y), "mamba2_gated", il)       # silu(z) * y
         weight = weights.get("ssm_norm.weight")
         if weight is not None:
             groups = reshape(y, [p.d_group, p.n_group, n, s])
@@ -249,10 +260,12 @@ def _checked(t: Tensor, ne: list[int], what: str) -> Tensor:
 
 
 class MambaChoice(NamedTuple):
-    """How a context runs its Mamba2 layers: a form of `mamba2_layer` or a user's function in its place, and the chunk."""
+    """How a context runs its Mamba2 layers: a form of `mamba2_layer` or a user's function in its place, the chunk, and the
+    precision of ssd-fused."""
 
     form: str | Mamba2Fn
     chunk: int | str | None = None
+    precision: str = "f32"
 
 
 def mamba_block(w: LayerWeights, x: Tensor, inp: GraphInputs, mem: Memory, il: int, hparams: Any, mamba: MambaChoice) -> Tensor:
@@ -269,7 +282,8 @@ def mamba_block(w: LayerWeights, x: Tensor, inp: GraphInputs, mem: Memory, il: i
             made = mamba.form(xs, w, *states, hparams, form="user", chunk=mamba.chunk)
             y, new_conv, new_ssm = _checked_user(made, (x.ne[0], n, s), p)
     else:
-        y, new_conv, new_ssm = mamba2_layer(xs, w, conv, ssm, hparams, form=mamba.form, chunk=mamba.chunk, ids=inp.rows, il=il)
+        y, new_conv, new_ssm = mamba2_layer(xs, w, conv, ssm, hparams, form=mamba.form, chunk=mamba.chunk, precision=mamba.precision, ids=inp.rows,
+                                            il=il)
     with scope("state", il):
         mem.updates += [set_rows(conv, _state_rows(new_conv, conv.ne[0], s), inp.rows), set_rows(ssm, _state_rows(new_ssm, ssm.ne[0], s), inp.rows)]
     return reshape(y, [y.ne[0], inp.n_tokens])

@@ -17,6 +17,7 @@ from pyggml.graph import Graph
 from pyggml.models.base import HybridHParams, Weights, check_tensors, read_hparams
 from pyggml.models.layers import FORMS, SSM, MambaChoice
 from pyggml.models.ssd import check_chunk
+from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.quants import WEIGHT_TYPES
 from pyggml.runtime.batch import GraphInputs
 from pyggml.runtime.context import Context
@@ -139,26 +140,27 @@ class Model:
                            tuple(ssm.conv_ne if r and ssm else None for r in rec), tuple(ssm.ssm_ne if r and ssm else None for r in rec))
 
     def context(self, *, backend: str = "cpu", threads: int | None = None, threads_batch: int | None = None, n_ctx: int = 4096, n_ubatch: int = 512,
-                n_seq_max: int = 1, mamba2: str | Callable[..., Any] = "auto", chunk: int | str | None = None, type_k: str = "f16", type_v: str = "f16",
-                type_r: str = "f32", type_s: str = "f32", **options: Any) -> Context:
+                n_seq_max: int = 1, mamba2: str | Callable[..., Any] = "auto", chunk: int | str | None = None, ssd_precision: str = "f32",
+                type_k: str = "f16", type_v: str = "f16", type_r: str = "f32", type_s: str = "f32", **options: Any) -> Context:
         """A place to run the model: memory for n_ctx tokens shared by n_seq_max sequences, states for each of them.
 
-        `mamba2`: "auto", "scan", "ssd", or a function with the signature of `mamba2_layer` in its place. `chunk`: see
-        `mamba2_layer`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16. `threads_batch`: threads of
-        graphs of more than one token per sequence (default: `threads`). `options` go to the backend: for cpu threads, level, prec ("f32":
-        nothing is rounded to less than it is stored in).
+        `mamba2`: "auto", "scan", "ssd", "ssd-fused", or a function with the signature of `mamba2_layer` in its place. `chunk`: see
+        `mamba2_layer`; `ssd_precision`: its `precision`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16.
+        `threads_batch`: threads of graphs of more than one token per sequence (default: `threads`). `options` go to the backend: for cpu
+        threads, level, prec ("f32": nothing is rounded to less than it is stored in).
         """
         return Context(self, backend=backend, threads=threads, threads_batch=threads_batch, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max,
-                       mamba2=check_mamba2(mamba2), chunk=check_chunk(chunk), options=options,
+                       mamba2=check_mamba2(mamba2), chunk=check_chunk(chunk), ssd_precision=check_precision(ssd_precision), options=options,
                        types={k: _cache_type(k, t) for k, t in (("type_k", type_k), ("type_v", type_v), ("type_r", type_r), ("type_s", type_s))})
 
-    def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None) -> tuple[Tensor, list[Tensor]]:
+    def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None,
+              precision: str = "f32") -> tuple[Tensor, list[Tensor]]:
         """The logits of a ubatch and the in-place state updates, as tensors of one graph."""
         if self.closed:
             raise ContextError(f"{self.file.path}: the model is closed")
         mem.updates = []
         form = resolve_mamba2(mamba2)
-        logits = self._module.build(self.hparams, Weights(self.weights), inp, mem, MambaChoice(form, chunk))
+        logits = self._module.build(self.hparams, Weights(self.weights), inp, mem, MambaChoice(form, chunk, precision))
         return logits, mem.updates
 
     def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str:
@@ -167,14 +169,14 @@ class Model:
         return "user" if callable(form) else "scan" if n_seq_tokens == 1 else form
 
     def graph(self, n_tokens: int = 512, n_seqs: int = 1, mamba2: str | Callable[..., Any] = "ssd", chunk: int | str | None = None,
-              n_ctx: int | None = None) -> Graph:
+              ssd_precision: str = "f32", n_ctx: int | None = None) -> Graph:
         """The graph of one ubatch alone, without memory: n_tokens per sequence. For reports, plans and tests."""
         if n_tokens < 1 or n_seqs < 1:
             raise ParamError(f"graph: n_tokens {n_tokens}, n_seqs {n_seqs}; legal: >= 1")
         cells = max(n_ctx or 0, n_tokens * n_seqs)
         mem = Memory(self.memory_shape(), cells, n_seqs, F16, F16, F32, F32, allocate=False)
         inp = self.inputs(n_tokens, n_seqs, cells, n_seqs)
-        logits, updates = self.build(inp, mem, check_mamba2(mamba2), chunk)
+        logits, updates = self.build(inp, mem, check_mamba2(mamba2), chunk, check_precision(ssd_precision))
         return Graph([logits, *updates])
 
     def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> GraphInputs:
@@ -213,6 +215,13 @@ def check_mamba2(mamba2: str | Callable[..., Any]) -> str | Callable[..., Any]:
     if not callable(mamba2) and mamba2 not in ("auto", *FORMS):
         raise ParamError(f"mamba2 {mamba2!r}; legal: auto, {', '.join(FORMS)}, or a function with the signature of mamba2_layer")
     return mamba2
+
+
+def check_precision(precision: str) -> str:
+    """`precision` itself when SSD_SCAN has it."""
+    if precision not in SSD_PRECISIONS:
+        raise ParamError(f"ssd_precision {precision!r}; legal: {', '.join(SSD_PRECISIONS)}")
+    return precision
 
 
 def resolve_mamba2(mamba2: str | Callable[..., Any]) -> str | Callable[..., Any]:

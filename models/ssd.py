@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 
 from pyggml.errors import ParamError
-from pyggml.ops.layout.defs import concat, cont, pad, permute, reshape, view
+from pyggml.ops.layout.defs import cont, pad, permute, reshape, view
 from pyggml.ops.matmul.defs import mul_mat
 from pyggml.ops.pointwise.defs import add, cast, exp, mul, sub
 from pyggml.ops.reduce.defs import cumsum
@@ -102,17 +102,24 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
     total = cast(view(cs, [h, nc, s], [cs.nb[2], nc * cs.nb[2]], (q - 1) * cs.nb[1]), "f32")
     before = cumsum(pad(total, 0, 1), dim=1, exclusive=True, type="f64")         # log decay before each chunk: [H, Nc+1, S]
     before = name(before, "chunk_cumsum")
-    carry = name(_segments(name, before, "chunk_segsum_masked"), "chunk_decay_masked")  # [m, c, H, S]
-    states = concat(reshape(state, [np_ * h, 1, s]), reshape(own, [np_ * h, nc, s]), dim=1)
-    states = permute(reshape(states, [np_, h, nc + 1, s]), 1, 2, 0, 3)           # [m, N P, H, S]
-    entering = name(mul_mat(states, carry), "next_state_updated")                # [N P, c, H, S]
-    by_chunk = permute(entering, 0, 2, 1, 3)                                     # [N P, H, c, S]
-    s_in = cont(view(by_chunk, [np_, h, nc, s], list(by_chunk.nb[1:])))
-    new_state = cont(view(by_chunk, [np_, h, 1, s], list(by_chunk.nb[1:]), nc * by_chunk.nb[2]))
+    carry = name(_segments(name, before, "chunk_segsum_masked"), "chunk_decay_masked")  # [m, c, H, S], row 0 for the initial state
+    of_own = view(carry, [nc, nc + 1, h, s], list(carry.nb[1:]), carry.nb[0])
+    of_state = view(carry, [1, nc + 1, h, s], list(carry.nb[1:]))
+    states = permute(reshape(own, [np_, h, nc, s]), 1, 2, 0, 3)                  # [m, N P, H, S]
+    by_chunk = permute(mul_mat(states, of_own), 0, 2, 1, 3)                      # [N P, H, c, S]
+    of_state = permute(of_state, 0, 2, 1, 3)                                     # [1, H, c, S]
 
-    y_inter = name(mul_mat(c, reshape(s_in, [n_state, p, h, w])), "y_prev")      # [Q, P, H, W]
+    def entering(first: int, n: int) -> Tensor:
+        """The states before n chunks: what is left of the chunks before each, plus what is left of the initial state."""
+        initial = view(state, [np_, h, n, s], [state.nb[2], 0, state.nb[3]])     # the same for every chunk
+        left, factor = (view(t, [t.ne[0], h, n, s], list(t.nb[1:]), first * t.nb[2]) for t in (by_chunk, of_state))
+        return add(left, mul(initial, factor))
+
+    s_in, new_state = name(entering(0, nc), "next_state_updated"), entering(nc, 1)
+
+    y_inter = name(mul_mat(reshape(s_in, [n_state, p, h, w]), c), "y_prev")      # [P, Q, H, W]
     from_start = name(exp(cast(cs, "f32")), "exp_dtA_cumsum")                    # [H, Q, W]
-    y_inter = mul(permute(y_inter, 2, 0, 1, 3), reshape(from_start, [1, h, q, w]))
+    y_inter = mul(permute(y_inter, 0, 2, 1, 3), reshape(from_start, [1, h, q, w]))
     y = add(name(y_inter, "y_prev_mul"), permute(y_intra, 0, 2, 1, 3))
     y = add(name(y, "y_chunk_updated"), mul(x, d))                               # [P, H, Q, W]
     return reshape(y, [p, h, nc * q, s]), reshape(new_state, [n_state, p, h, s])
@@ -121,6 +128,6 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
 def _segments(name: Callable[[Tensor, str], Tensor], cs: Tensor, text: str) -> Tensor:
     """exp(cs_i - cs_j) for j <= i, else 0, from running sums [H, n, W] in float64: [j, i, H, W]."""
     h, n, w = cs.ne[0], cs.ne[1], cs.ne[2]
-    line = reshape(cs, [1, h, n, w])
-    seg = sub(permute(line, 0, 2, 1, 3), permute(line, 1, 2, 0, 3), type="f32")
+    line = cont(permute(cs, 1, 0, 2, 3))                                         # [n, H, W]: rows that vectors read
+    seg = sub(reshape(line, [1, n, h, w]), reshape(line, [n, 1, h, w]), type="f32")
     return exp(name(tri(seg, "lower_diag", fill=-math.inf), text))

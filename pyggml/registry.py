@@ -54,11 +54,13 @@ class Cost(NamedTuple):
 
 class Pointwise(NamedTuple):
     """What makes an op pointwise, and so fusable: a scalar expression over its inputs `a`, `b`, `c` and the attributes
-    named in `params`. `halves`: a and b are the two halves of the only input's rows (a fused GLU; `swapped` exchanges them)."""
+    named in `params`. `halves`: a and b are the two halves of the only input's rows (a fused GLU; `swapped` exchanges them).
+    `select(node)`: the expression and further operands, constants, where both depend on the node's attributes."""
 
     expr: str
     params: tuple[str, ...] = ()
     halves: bool = False
+    select: Callable[[Node], tuple[str, list[Tensor]]] | None = None
 
 
 def like(x: Tensor, dt: DType | None = None) -> Spec:

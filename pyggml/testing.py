@@ -90,24 +90,18 @@ def fabricate(arch: str, path: str | os.PathLike[str], *, seed: int = 0, drop: t
 
 def compile_cases(cases: Iterable[Case] | None = None) -> int:
     """Compile the kernels of cases (default: all) in one go, so that a test run does not ask for them one by one. Their number."""
+    from pyggml.backends.cpu import CpuBackend
     from pyggml.cases import all_cases
-    from pyggml.cpu.compile import KernelSpec, kernels_for
-    from pyggml.cpu.fuse import launch_of
-    from pyggml.cpu.launch import launch
+    from pyggml.cpu.compile import kernels_for
     from pyggml.cpu.team import TAPE_KERNELS
+    from pyggml.errors import UnsupportedOp
     from pyggml.graph import Graph
-    from pyggml.plan import single_steps
-    from pyggml.registry import choose_kernel, load_kernels
 
-    load_kernels("cpu")
-    specs: list[KernelSpec] = list(TAPE_KERNELS)
+    backend, specs = CpuBackend(), list(TAPE_KERNELS)
     for c in all_cases() if cases is None else cases:
-        for step in single_steps(Graph(c.node().outputs)):
-            if step.nodes[0].op.pointwise is not None:
-                specs.append(launch_of(step).spec)
-            else:
-                found, _ = choose_kernel(step.nodes[0], "cpu")
-                if found is not None:
-                    specs.append(launch(found, step.nodes[0]).spec)
+        try:
+            specs += [step.kernel.spec for step in backend.plan(Graph(c.node().outputs)).steps]
+        except UnsupportedOp:
+            continue
     kernels_for().addresses(specs)
     return len(specs)

@@ -18,7 +18,7 @@ from pyggml.gguf import read_gguf, write_gguf
 from pyggml.models import Model, demo_path
 from pyggml.testing import nmse
 
-FORMS = ("scan", "ssd")
+FORMS = ("scan", "ssd", "ssd-fused")
 PROMPTS = ("short", "mid", "long")
 F32_CACHE = {"type_k": "f32", "type_v": "f32"}
 MODELS = ("granite-h-demo", "nemotron-h-demo", "mamba2-demo")

@@ -19,8 +19,8 @@ LAYERS = {
     "ops": ["ops", "ops.*", "quants", "quants.*"],  # declarations, rules, NumPy references
     "graph": ["graph"],
     "plan": ["plan"],
-    "simd": ["cpu", "cpu.level", "cpu.simd", "cpu.mathf", "cpu.vector", "cpu.rows", "cpu.tiles"],  # instruction sets and intrinsics
-    "kernels": ["ops.*.cpu", "ops.*.cuda", "ops.matmul.gemv", "ops.matmul.panels", "ops.matmul.words", "quants.cpu", "quants.*_cpu"],
+    "simd": ["cpu", "cpu.level", "cpu.simd", "cpu.mathf", "cpu.vector", "cpu.rows", "cpu.tiles", "cpu.blocks"],  # instruction sets and intrinsics
+    "kernels": ["ops.*.cpu", "ops.*.cuda", "ops.matmul.gemv", "ops.matmul.panels", "ops.matmul.words", "ops.ssd.operands", "quants.cpu", "quants.*_cpu"],
     "backends": ["backends", "backends.*", "cpu", "cpu.*"],
     "gguf": ["gguf", "gguf.*"],
     "runtime": ["runtime", "runtime.*"],

@@ -16,7 +16,7 @@ from pyggml.models.base import Weights
 from pyggml.testing import fabricate, nmse
 
 ARCHS = ("mamba2", "granitehybrid", "nemotron_h")
-FORMS = ("scan", "ssd")
+FORMS = ("scan", "ssd", "ssd-fused")
 F32_CACHE = {"type_k": "f32", "type_v": "f32", "prec": "f32"}
 IDS = [int(i) for i in np.random.default_rng(5).integers(1, 257, 37)]
 
@@ -146,8 +146,8 @@ def test_fault_127_the_asked_form_is_in_every_recurrent_layer(tmp_path: Path, ar
     scan, ssd = model.graph(64, mamba2="scan"), model.graph(64, mamba2="ssd")
     assert scan.stats().by_op["SSM_SCAN"] == len(layers) and "SSM_SCAN" not in ssd.stats().by_op
     for il in layers:
-        assert ssd.find(f"next_state_updated-{il}").op == "MUL_MAT"
-    with pytest.raises(ParamError, match="mamba2 'fast'; legal: auto, scan, ssd"):
+        assert ssd.find(f"CB-{il}").op == "MUL_MAT"
+    with pytest.raises(ParamError, match="mamba2 'fast'; legal: auto, scan, ssd, ssd-fused"):
         model.graph(64, mamba2="fast")
 
 
@@ -234,7 +234,7 @@ def test_fault_19_head_sizes_of_real_models_and_odd_ones(sizes: tuple[int, int, 
 
 
 def test_layer_errors() -> None:
-    with pytest.raises(ParamError, match="form 'fast'; legal: scan, ssd"):
+    with pytest.raises(ParamError, match="form 'fast'; legal: scan, ssd, ssd-fused"):
         layer(3, 1, 1, "fast")
     with pytest.raises(ParamError, match="chunk 0; legal"):
         layer(3, 1, 1, "ssd", 0)

@@ -68,21 +68,21 @@ def test_fault_100_ones_give_k_in_every_place(k: int) -> None:
 
 @pytest.mark.parametrize(("name", "k"), [("f32", 256), ("f32", 77), ("f32", 2000), ("bf16", 256), ("q8_0", 2688), ("q4_K", 1280)])
 def test_bits_depend_on_the_two_rows_alone(name: str, k: int) -> None:
-    """Any column of a 512-token product equals the 1-token product, any row that of a matrix of one row; in bfloat16 any column equals
-    that of another product of many."""
+    """Any column of a 512-token product equals that of another product of many, any column of a few that of another few; a row equals
+    the product of a matrix of that one row."""
     m = 100
     a, x = weights(name, k, m), floats(512, k)
-    whole = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=2, prec="f32")
-    many = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=2)
-    assert np.array_equal(pg.compute(mul_mat(a, pg.tensor(x[100:141])), {}, threads=1), many[100:141])
-    for n in (1, 2, 3, 4, 5, 17):
-        for first in (0, 255, 512 - n):
-            part = pg.compute(mul_mat(a, pg.tensor(x[first:first + n])), {}, threads=2, prec="f32")
-            assert np.array_equal(part.reshape(n, m), whole[first:first + n])
-    row_bytes = a.dtype.row_bytes(k)
-    for i in (0, 63, 99):
-        one = pg.raw_tensor(stored(a)[i * row_bytes:(i + 1) * row_bytes], a.dtype, [k, 1], "a")
-        assert np.array_equal(pg.compute(mul_mat(one, pg.tensor(x)), {}, threads=1, prec="f32").reshape(512), whole[:, i])
+    for prec in ("auto", "f32"):
+        for whole_n, counts in ((512, (17, 41)), (8, (1, 2, 3, 4, 5))):
+            whole = pg.compute(mul_mat(a, pg.tensor(x[:whole_n])), {}, threads=2, prec=prec)
+            for n in counts:
+                for first in (0, whole_n // 2 - 1, whole_n - n):
+                    part = pg.compute(mul_mat(a, pg.tensor(x[first:first + n])), {}, threads=2, prec=prec)
+                    assert np.array_equal(part.reshape(n, m), whole[first:first + n])
+            row_bytes = a.dtype.row_bytes(k)
+            for i in (0, 63, 99):
+                one = pg.raw_tensor(stored(a)[i * row_bytes:(i + 1) * row_bytes], a.dtype, [k, 1], "a")
+                assert np.array_equal(pg.compute(mul_mat(one, pg.tensor(x[:whole_n])), {}, threads=1, prec=prec).reshape(whole_n), whole[:, i])
 
 
 @pytest.mark.parametrize("name", [t.name for t in WEIGHT_TYPES if t.name != "f32"])

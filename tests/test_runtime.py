@@ -17,7 +17,7 @@ from pyggml.models.ssd import chunk_size
 from pyggml.runtime.batch import Piece, split_equal
 from pyggml.testing import fabricate, nmse
 
-FORMS = ("scan", "ssd")
+FORMS = ("scan", "ssd", "ssd-fused")
 F32_CACHE = {"type_k": "f32", "type_v": "f32", "prec": "f32"}
 RNG = np.random.default_rng(11)
 IDS = [int(i) for i in RNG.integers(1, 2048, 700)]
@@ -51,16 +51,17 @@ def greedy(ctx: pg.runtime.context.Context, ids: list[int], n: int, seq: int = 0
 
 
 @pytest.mark.parametrize("n", (1, 2, 63, 64, 65, 257, 600))
-def test_scan_and_ssd_agree(demo: Model, n: int) -> None:
-    """Fault 6: one model, two graphs; in F32 they differ by rounding alone, over ubatch and chunk."""
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_scan_and_ssd_agree(demo: Model, n: int, form: str) -> None:
+    """Fault 6: one model, three graphs; in F32 they differ by rounding alone, over ubatch and chunk."""
     want = demo.context(mamba2="scan", **F32_CACHE).decode(IDS[:n], all_logits=True)
     seen = set()
     for ub, chunk in product((1, 7, 64, 512), (16, 64, 256, "none")):
         chunks = tuple(chunk_size(chunk, min(ub, n - at), 1, 1) for at in range(0, n, ub))
         if chunks in seen or (ub == 1 and n > 65):
-            continue  # the same graphs again; and one token a step is the recurrence in both forms, whatever the length
+            continue  # the same graphs again; and one token a step is the recurrence in all forms, whatever the length
         seen.add(chunks)
-        got = demo.context(mamba2="ssd", n_ubatch=ub, chunk=chunk, **F32_CACHE).decode(IDS[:n], all_logits=True)
+        got = demo.context(mamba2=form, n_ubatch=ub, chunk=chunk, **F32_CACHE).decode(IDS[:n], all_logits=True)
         assert np.abs(got - want).max() <= 1e-3
 
 
@@ -84,9 +85,10 @@ def test_fault_24_any_number_of_ubatches(demo: Model, ub: int, form: str) -> Non
 
 
 @pytest.mark.parametrize("split", ([128] * 5 + [60], [146] * 4 + [116]), ids=("f5-128", "f5-146"))
-def test_fault_5_splitting_a_prompt_changes_nothing(demo: Model, split: list[int]) -> None:
-    whole = demo.context(mamba2="ssd", n_ubatch=1024, **F32_CACHE).decode(IDS)
-    ctx, at = demo.context(mamba2="ssd", **F32_CACHE), 0
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_fault_5_splitting_a_prompt_changes_nothing(demo: Model, split: list[int], form: str) -> None:
+    whole = demo.context(mamba2=form, n_ubatch=1024, **F32_CACHE).decode(IDS)
+    ctx, at = demo.context(mamba2=form, **F32_CACHE), 0
     for n in split:
         logits = ctx.decode(IDS[at:at + n])
         at += n
@@ -313,6 +315,54 @@ def test_plans_are_used_again(demo: Model) -> None:
         ctx.decode([IDS[i]])
     assert ctx.timings.n_plans == 2
     assert ctx.memory_bytes()["compute"] == compute > 0  # the smaller plan runs in the memory of the larger one
+
+
+def test_prompts_take_other_threads_than_single_tokens(demo: Model) -> None:
+    ctx, plain = demo.context(threads=1, threads_batch=2), demo.context(threads=1)
+    assert ctx.threads == 1 and ctx.batch_backend is not None and ctx.batch_backend.threads == 2 and plain.batch_backend is None
+    for ids in (IDS[:9], IDS[9:10]):
+        assert np.array_equal(ctx.decode(ids), plain.decode(ids))
+    used = {n: p.runner.team.n_threads for (n, *_), p in ctx._plans.items()}
+    assert used == {9: 2, 1: 1}
+    one, other = ctx.memory_bytes()["compute"], plain.memory_bytes()["compute"]
+    assert one > other  # an arena each
+
+
+@pytest.mark.parametrize("arch", ["mamba2", "granitehybrid", "nemotron_h"])
+def test_plans_are_made_before_the_calls_that_need_them(arch: str, tiny: dict[str, Model]) -> None:
+    ctx = tiny[arch].context(n_ctx=700, n_seq_max=2, n_ubatch=16)
+    calls = [[(0, 250), (1, 20)], [(0, 1)], [(0, 1), (1, 1)], *[[(1, 1)]] * 20]
+    ctx.prepare_batches(calls)
+    made = ctx.timings.n_plans
+    done = [0, 0]
+    for call in calls:
+        ctx.decode_batch([(s, small(done[s] + n)[done[s]:]) for s, n in call])
+        for s, n in call:
+            done[s] += n
+    assert ctx.timings.n_plans == made and done == [252, 41]
+
+
+@pytest.mark.parametrize("arch", ["mamba2", "granitehybrid", "nemotron_h"])
+def test_a_copied_sequence_goes_its_own_way(arch: str, tiny: dict[str, Model]) -> None:
+    ctx, alone = tiny[arch].context(n_ctx=64, n_seq_max=3), tiny[arch].context(n_ctx=64)
+    ids = small(20)
+    ctx.decode(small(5, seed=1), 2)  # forgotten by the copy
+    ctx.decode(ids[:10], 0)
+    ctx.copy(0, 2)
+    ctx.decode(ids[:4], 0)
+    alone.decode(ids[:10])
+    assert ctx.n_past(2) == 10 and nmse(ctx.decode(ids[10:], 2), alone.decode(ids[10:])) < 1e-12  # other cells, so another order of sums
+
+
+def test_copies_that_cannot_be(tiny: dict[str, Model]) -> None:
+    ctx = tiny["granitehybrid"].context(n_ctx=10, n_seq_max=2)
+    ctx.decode(small(6))
+    with pytest.raises(ContextError, match="full"):
+        ctx.copy(0, 1)
+    with pytest.raises(ParamError, match="onto itself"):
+        ctx.copy(0, 0)
+    with pytest.raises(ParamError, match="sequence 2"):
+        ctx.copy(0, 2)
 
 
 def test_an_interrupted_step_invalidates_its_sequences(demo: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^ +\d+ L0  conv +CONCAT +conv_input-0 +f32 \[12, 768\]  <- node_\d+ f32 \[3, 768\], ssm_in-0 \(view\) \(view\) f32 \[9, 768\]$", line)
     assert re.search(r"^ +concat +[\d.]+ us  sum +\S+  min +\S+  max +\S+ +0\.0000 +0\.0000 +0\.0000  \.\.\.( +-?\d+\.\d{4}){3}$", facts)
     assert re.search(r"VIEW +ssm_in-0 \(view\) +f32 \[512, 9\] nb \[4, 5152, \d+, \d+\]", out)
-    assert re.search(r"segsum_masked-0 .*\n +tri_rows .* min +-inf .* \d+ inf ", out)
+    assert re.search(r"segsum_masked-0 .*\n +tri\[rows\] .* min +-inf .* \d+ inf ", out)
     short = trace(capsys, *PROMPT, "--filter", "attn_norm-[05]$", "--values", "1", "--precision", "2")
     assert len(short.splitlines()) == 4 and re.search(r" -?\d+\.\d\d  \.\.\. +-?\d+\.\d\d$", short.splitlines()[1])
     assert trace(capsys, *PROMPT, "--filter", "dt-0", "--values", "all").count("\n") > 9

@@ -27,7 +27,8 @@ from pyggml.tools.records import FORMATS, Column, Row, number, write_rows
 def options(p: argparse.ArgumentParser) -> None:
     """Options."""
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.epilog = "Lists and ranges as for bench: 1,2,4 or 128-512*2; an option may be given several times; every combination is run.\n" + (__doc__ or "")
+    p.epilog = ("Lists and ranges as for bench: 1,2,4 or 128-512*2; an option may be given several times; every combination is run.\n\n"
+                + (__doc__ or "").partition("\n\n")[2])
     several(p, "-m", "--model", kind=each(str), metavar="FILE,..", text="GGUF files (the bundled model)")
     p.add_argument("-c", "--ctx-size", type=whole(0), default=0, metavar="N", help="largest N_KV; tests that need more are left out (0: no limit)")
     several(p, "-npp", kind=ranges(0), metavar="N,..", text="prompt tokens of each sequence (128)")
@@ -89,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         raise ParamError(f"-c {args.ctx_size}: no test fits; the smallest needs N_KV {min(b.n_kv for b in batches)}, of at least 1")
     for b in [b for b in batches if b not in fitting]:
         note(f"note: PP {b.n_prompt}, TG {b.n_gen}, B {b.n_seqs} left out: N_KV {b.n_kv}, -c {args.ctx_size}")
-    todo = list(product(args))
+    todo = product(args)
     rows = bench_rows(todo, fitting, args.repetitions)
     if args.output == "md":
         for line in table(rows, swept(todo)):
@@ -144,7 +145,7 @@ def row_of(s: Settings, b: Batch, t_pp: float, t_tg: float) -> Row:
     """The numbers of a test; field names are llama-batched-bench's."""
     n_pp = b.n_prompt * (1 if b.shared else b.n_seqs)
     return {"model_filename": s.model, "n_batch": s.n_batch, "n_ubatch": s.n_ubatch, "n_threads": s.threads, "n_threads_batch": s.threads_batch,
-            "type_k": s.type_k, "type_v": s.type_v, "type_r": s.type_r, "type_s": s.type_s, "type_conv": s.type_conv, "is_pp_shared": b.shared,
+            "type_k": s.type_k, "type_v": s.type_v, "type_r": s.type_r, "type_s": s.type_s, "type_conv": s.type_conv, "prec": s.prec, "is_pp_shared": b.shared,
             "pp": b.n_prompt, "tg": b.n_gen, "pl": b.n_seqs, "n_kv": b.n_kv, "t_pp": t_pp, "speed_pp": n_pp / t_pp if n_pp else 0.0, "t_tg": t_tg,
             "speed_tg": b.n_gen * b.n_seqs / t_tg if b.n_gen else 0.0, "t": t_pp + t_tg, "speed": b.n_kv / (t_pp + t_tg)}
 
@@ -157,10 +158,11 @@ COLUMNS = (
     Column("model_filename"), Column("n_batch", int), Column("n_ubatch", int), Column("n_threads", int), Column("n_threads_batch", int), Column("type_k"),
     Column("type_v"), Column("is_pp_shared", bool),
     *(Column(name, int if spec[-1] == "d" else float, head, number(spec.lstrip("68"))) for head, name, spec in CELLS),
-    Column("mamba2"), Column("chunk", int), Column("type_r"), Column("type_s"), Column("type_conv"),
+    Column("mamba2"), Column("chunk", int), Column("ssd_precision"), Column("type_r"), Column("type_s"), Column("type_conv"), Column("prec"),
 )
-SWEPT = {"model_filename": "model", "n_batch": "n_batch", "n_ubatch": "n_ubatch", "n_threads": "threads", "n_threads_batch": "threads_batch",
-         "type_k": "type_k", "type_v": "type_v", "mamba2": "mamba2", "chunk": "chunk", "type_r": "type_r", "type_s": "type_s", "type_conv": "type_conv"}
+SWEPT = {"model_filename": "model", **{name: name for name in ("n_batch", "n_ubatch", "type_k", "type_v", "mamba2", "chunk", "ssd_precision", "type_r",
+                                                               "type_s", "type_conv", "prec")},
+         "n_threads": "threads", "n_threads_batch": "threads_batch"}
 
 
 def swept(todo: Sequence[Settings]) -> list[str]:

@@ -1,10 +1,10 @@
 """`pyggml bench`: how fast a model runs, in the manner of llama-bench; what it would gain if an op were free or another kernel took its place;
 where the time goes; the same runs on llama.cpp.
 
---noop OP[,OP] runs every test once more with the op's kernel doing nothing, so that one sees the ceiling before a better kernel is written. The row's
-output is invalid by design. --replace OP=MODULE:FUNCTION (or FILE.py:FUNCTION) swaps the op for yours: a kernel, which is a function whose last
-arguments are i0 and i1 (with @kernel its options hold too), or a function with the op's own signature that builds the result from other ops.
-Base and variants take turns, repetition by repetition.
+--noop OP[,OP] runs every test once more for each op, with the op's kernel doing nothing, so that one sees the ceiling before a better kernel is
+written (OP+OP: both at once). The row's output is invalid by design. --replace OP=MODULE:FUNCTION (or FILE.py:FUNCTION) swaps the op for yours: a
+kernel, which is a function whose last arguments are i0 and i1 (with @kernel its options hold too), or a function with the op's own signature that
+builds the result from other ops. Base and variants take turns, repetition by repetition.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -20,25 +21,31 @@ from typing import Any
 import numpy as np
 
 from pyggml import __version__
+from pyggml.backends.cpu import SharedMemory
 from pyggml.cpu.compile import STATS
 from pyggml.cpu.level import describe
+from pyggml.errors import ParamError
 from pyggml.models import Model
 from pyggml.models.fabricate import FILE_TYPES
+from pyggml.runtime.context import MAX_PLANS
 from pyggml.testing import nmse
-from pyggml.tools.benchcases import Case, cases, context_lists, each, ignored_options, note_ignored, pair, ranges, several, sweep_options
-from pyggml.tools.benchpeer import Peer, find_peer
+from pyggml.tools.benchcases import Case, cases, context_lists, each, grouped, ignored_options, note_ignored, pair, ranges, several, sweep_options
+from pyggml.tools.benchpeer import Peer, PeerLane, find_peer
 from pyggml.tools.benchprofile import PROFILE, op_share, profile_rows, show_profile
-from pyggml.tools.benchrun import Lane, LogitsCheck, ModelLane, Models, Rates, Sample, bench_tokens, form_ran, pieces, rates, take_turns
-from pyggml.tools.benchswap import Swap, free_op, replaced_op
-from pyggml.tools.common import form_name, human_bytes, human_count, note, whole
+from pyggml.tools.benchrun import LogitsCheck, ModelLane, Models, Rates, Sample, bench_tokens, form_ran, pieces, rates, take_turns
+from pyggml.tools.benchswap import Variant, free_ops, replaced_op
+from pyggml.tools.common import counted, form_name, human_bytes, human_count, note, whole
 from pyggml.tools.probe import ceiling
 from pyggml.tools.records import FORMATS, Column, Row, number, write_rows
+
+PROFILED_RUNS = 3
 
 
 def options(p: argparse.ArgumentParser) -> None:
     """Options."""
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.epilog = ("Lists and ranges: 128,256 and 8-64+8 and 8-64*2; an option may be given several times; every combination is run.\n" + (__doc__ or ""))
+    p.epilog = ("Lists and ranges: 128,256 and 8-64+8 and 8-64*2; an option may be given several times; every combination is run.\n\n"
+                + (__doc__ or "").partition("\n\n")[2])
     several(p, "-m", "--model", kind=each(str), metavar="FILE,..", text="GGUF files (the bundled model)")
     several(p, "-p", "--n-prompt", kind=ranges(0), metavar="N,..", text="prompt tokens; 0 leaves the test out (512)")
     several(p, "-n", "--n-gen", kind=ranges(0), metavar="N,..", text="generated tokens; 0 leaves the test out (128)")
@@ -47,11 +54,11 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("-r", "--repetitions", type=whole(1), default=5, metavar="N", help="repetitions of each test (5)")
     context_lists(p)
     sweep_options(p)
-    several(p, "--noop", kind=each(str), metavar="OP,..", text="run each test again as if these ops were free")
+    several(p, "--noop", kind=each(str), metavar="OP,..", text="run each test again for each of these ops as if it were free; OP+OP: several at once")
     p.add_argument("--replace", action="append", metavar="OP=MODULE:FUNCTION",
                    help="run each test again with the op swapped for a kernel or a graph of yours")
     p.add_argument("--profile", action="store_true",
-                   help="time per op and per part of a layer, from one more run; with csv, json, jsonl and sql these rows alone")
+                   help="time per op and per part of a layer, from the median of up to 3 more runs; with csv, json, jsonl and sql these rows alone")
     p.add_argument("--peer", nargs="?", const=sys.executable, metavar="PYTHON",
                    help="the same runs on llama.cpp, in turn, through the llama-cpp-python of that interpreter (this one)")
     p.add_argument("--delay", type=whole(0), default=0, metavar="SECONDS", help="pause between tests (0)")
@@ -68,11 +75,18 @@ def main(args: argparse.Namespace) -> int:
     if text := note_ignored(args):
         note(text)
     todo = list(cases(args))
+    if not todo:
+        raise ParamError("-p 0 -n 0: nothing to run; legal: at least one test of -p, -n or -pg")
+    others = {c.settings.backend for c in todo} - {"cpu"}
+    if others and (args.noop or args.replace or args.profile):
+        raise ParamError(f"backend {', '.join(sorted(others))}: --noop, --replace and --profile are for the cpu backend alone")
     with contextlib.closing(Bench(args)) as bench:
+        rows = (r for group in grouped(todo) for r in bench.rows(group))
         if args.profile and args.output not in ("console", "md"):
-            write_rows((r for case in todo for r in bench.profile(case)), PROFILE, args.output, sys.stdout, "profile")
+            deque(rows, maxlen=0)
+            write_rows((r for profile in bench.profiles for r in profile), PROFILE, args.output, sys.stdout, "profile")
         else:
-            write_rows((r for case in todo for r in bench.rows(case)), columns(todo, args), args.output, sys.stdout, "test")
+            write_rows(rows, columns(todo, args), args.output, sys.stdout, "test")
             for profile in bench.profiles:
                 show_profile(profile, args.output, sys.stdout)
         return int(bench.n_faults > 0)
@@ -85,81 +99,101 @@ class Bench:
         self.args = args
         self.models = Models()
         self.check = LogitsCheck()
-        self.swaps: list[Swap] = [*map(free_op, args.noop or ()), *map(replaced_op, args.replace or ())]
+        self.variants: list[Variant] = [*map(free_ops, args.noop or ()), *map(replaced_op, args.replace or ())]
         self.peer: Peer | None = find_peer(args.peer) if args.peer else None
         self.machine = describe()
         self.profiles: list[list[Row]] = []
         self.n_done = self.n_faults = 0
+        self._noted: set[str] = set()
 
     def close(self) -> None:
         """End the peer."""
         if self.peer is not None:
             self.peer.close()
 
-    def profile(self, case: Case) -> list[Row]:
-        """The profile of a case."""
-        self.rows(case)
-        return self.profiles[-1]
-
-    def rows(self, case: Case) -> list[Row]:
-        """The rows of a case: as it is, with each op swapped, on the peer."""
+    def rows(self, group: Sequence[Case]) -> list[Row]:
+        """The rows of cases that differ in form, chunk and its precision alone, which take turns: each as it is and in each variant, then the peer's."""
         if self.n_done:
             time.sleep(self.args.delay)
         self.n_done += 1
+        first = group[0]
         if self.args.progress or sys.stderr.isatty():
-            note(f"bench: {self.n_done}: {case.name}, {form_name(case.settings.mamba2)}, ubatch {case.settings.n_ubatch}, {case.settings.threads} threads")
-        model = self.models.get(case.settings)
-        compiled = STATS.seconds
-        own = [ModelLane(model, case, {s.op: s} if s else {}, s.text if s else "", self.args.warmup) for s in (None, *self.swaps)]
-        lanes: list[Lane] = [*own]
-        if self.peer is not None:
-            ids = bench_tokens(model.n_vocab, case.n_depth + case.n_prompt + case.n_gen)
-            lanes.append(self.peer.lane(case, ids, self.args.warmup))
+            forms = ", ".join(dict.fromkeys(form_name(c.settings.mamba2) for c in group))
+            note(f"bench: {self.n_done}: {first.name}, {forms}, ubatch {first.settings.n_ubatch}, {first.settings.threads} threads")
+        model = self.models.get(first.settings)
+        lanes = self._lanes(model, group)
+        peer = self._peer_lane(model, first)
+        found = take_turns([*lanes, *peer], self.args.repetitions, self.peer.settle if self.peer else lambda: None)
+        rows = [self._row(lane, samples) for lane, samples in zip(lanes, found, strict=False)]
+        for i, lane in enumerate(lanes):
+            if lane.variant is None:
+                n = sum(x.case is lane.case for x in lanes)
+                self._compare(lanes[i:i + n], rows[i:i + n])
+        if peer:
+            rows.append(self._peer_row(first, peer[0].label, found[0][-1], found[-1]))
+            for lane, row in zip(lanes, rows, strict=False):
+                if row["median_ts"] and lane.variant is None:
+                    row["vs_peer"] = row["median_ts"] / rows[-1]["median_ts"]
         for lane in lanes:
-            lane.warm_up()
-        for lane in [x for x in own if x.swaps and not x.notes.n_swapped]:
-            note(f"note: {lane.label}: left out of {case.name}, {form_name(case.settings.mamba2)}: no such op in its graphs")
-            own.remove(lane)
-            lanes.remove(lane)
-        compile_s = STATS.seconds - compiled
-        found = take_turns(lanes, self.args.repetitions, self.peer.settle if self.peer else lambda: None)
-        rows = [self._row(case, lane, samples) for lane, samples in zip(own, found, strict=False)]
-        for row in rows:
-            row |= {"compile_s": compile_s, "plan_s": own[0].ctx.timings.plan_seconds}
-        self._compare(case, own, rows, found)
-        if self.peer is not None:
-            rows.append(self._peer_row(case, rows[0], lanes[-1].label, found[0][-1], found[-1]))
-        for lane in own:
             lane.ctx.close()
         return rows
 
-    def _row(self, case: Case, lane: ModelLane, samples: Sequence[Sample]) -> Row:
-        s = case.settings
+    def _lanes(self, model: Model, group: Sequence[Case]) -> list[ModelLane]:
+        """A lane per case and one per variant whose ops are in the case's graphs, warmed up."""
+        lanes = []
+        arena = SharedMemory()  # lanes run one at a time
+        for case in group:
+            for variant in (None, *self.variants):
+                lane = ModelLane(model, case, arena, variant, self.args.warmup)
+                compiled = STATS.seconds
+                lane.warm_up()
+                lane.compile_s = STATS.seconds - compiled
+                if variant is None or lane.notes.n_swapped:
+                    lanes.append(lane)
+                else:
+                    self._note_once(f"note: {variant.text}: left out of {case.name}, {form_name(case.settings.mamba2)}: no such op in its graphs")
+        return lanes
+
+    def _peer_lane(self, model: Model, case: Case) -> list[PeerLane]:
+        if self.peer is None:
+            return []
+        lane = self.peer.lane(case, bench_tokens(model.n_vocab, case.n_depth + case.n_prompt + case.n_gen), self.args.warmup)
+        lane.warm_up()
+        return [lane]
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            note(text)
+
+    def _row(self, lane: ModelLane, samples: Sequence[Sample]) -> Row:
+        case, s = lane.case, lane.case.settings
         n_first = pieces(case.n_prompt, min(s.n_batch, s.n_ubatch))[0] if case.n_prompt else 1  # tokens of the first graph
-        row = self._common(case, samples) | {"type_r": s.type_r, "type_s": s.type_s} | form_ran(lane.model, s, n_first, 1)
+        row = self._common(case, samples) | {"type_r": s.type_r, "type_s": s.type_s, "prec": s.prec} | form_ran(lane.model, s, n_first, 1)
         memory = lane.ctx.memory_bytes()
         work = lane.notes.work
-        row |= {"backend": case.settings.backend, "variant": lane.label or None, "n_nodes": work.n_nodes, "n_plans_timed": lane.plans_timed,
+        row |= {"backend": s.backend, "variant": lane.variant and lane.variant.text, "n_nodes": work.n_nodes, "n_plans_timed": lane.plans_timed,
                 "mem_weights": lane.model.nbytes, "mem_kv": memory["kv"], "mem_state": memory["state"], "mem_compute": memory["compute"],
-                "memory": "/".join(f"{memory[k] / (1 << 20):.1f}" for k in ("kv", "state", "compute")), "build_commit": f"pyggml {__version__}"}
-        if not lane.swaps:
+                "memory": "/".join(f"{memory[k] / (1 << 20):.1f}" for k in ("kv", "state", "compute")), "build_commit": f"pyggml {__version__}",
+                "compile_s": lane.compile_s, "plan_s": lane.ctx.timings.plan_seconds - lane.compile_s}
+        if lane.variant is None:
             seconds = float(np.median([s.seconds for s in samples]))
             row |= {"gflops": work.flops / seconds / 1e9, "gbps": work.nbytes / seconds / 1e9}
-            if self.args.ceiling and case.settings.backend == "cpu":
-                most = ceiling(work.nbytes / work.n_runs, lane.ctx.threads if not case.n_prompt else case.settings.threads_batch)
+            if self.args.ceiling and s.backend == "cpu":
+                most = ceiling(work.nbytes / work.n_runs, lane.ctx.threads if not case.n_prompt else s.threads_batch)
                 row |= {"gflops_share": work.flops / seconds / most.flops, "gbps_share": work.nbytes / seconds / most.bytes_per_second}
-        how = f"{row['mamba2']}" + (f" chunk {row['chunk']}" if row["chunk"] else "")
-        free = any(s.free for s in lane.swaps.values())
-        fault = None if free else self.check.fault(case, how, samples[-1].logits)
+        how = " ".join([str(row["mamba2"]), *([f"chunk {row['chunk']}"] if row["chunk"] else []), *([row["ssd_precision"]] if row["ssd_precision"] else [])])
         row["rate"] = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
-        if free:
-            row["check"] = "invalid by design"
-        elif fault is not None:
+        if lane.plans_timed:
+            note(f"note: {case.name}, {how}: {counted(lane.plans_timed, 'plan')} made inside the timed runs, as a context keeps {MAX_PLANS}; nothing compiled")
+        if lane.variant is not None and lane.variant.free:
+            return {**row, "check": "invalid by design"}
+        row["logits_nmse"], fault = self.check.error(case, how, samples[-1].logits)
+        row["check"] = fault or "ok"
+        if fault is not None:
             self.n_faults += 1
-            note(f"bench: {case.name}, {lane.label or how}: {fault}; no speed is reported")
-            row |= {"check": fault, **dict.fromkeys(SPEEDS), "rate": "wrong"}
-        else:
-            row["check"] = "ok"
+            note(f"bench: {case.name}, {row['variant'] or how}: {fault}; no speed is reported")
+            row |= {**dict.fromkeys(SPEEDS), "rate": "wrong"}
         return row
 
     def _common(self, case: Case, samples: Sequence[Sample]) -> Row:
@@ -175,44 +209,37 @@ class Bench:
                 "avg_ts": found.avg_ts, "stddev_ts": found.stddev_ts, "median_ts": found.median_ts, "spread": found.spread,
                 "samples_ns": found.samples_ns, "samples_ts": found.samples_ts, "ttft_ms": float(np.median([x.first_seconds for x in samples])) * 1e3}
 
-    def _compare(self, case: Case, lanes: Sequence[ModelLane], rows: list[Row], found: Sequence[Sequence[Sample]]) -> None:
+    def _compare(self, lanes: Sequence[ModelLane], rows: Sequence[Row]) -> None:
         """Swapped against base: how much faster, and for free ops what their share of the time foretold. The profile, when wanted."""
         base = rows[0]
         if not self.args.profile and len(lanes) == 1:
             return
-        lanes[0].notes.profiling = True
-        profiled = lanes[0].run()
-        lanes[0].notes.profiling = False
-        times = list(lanes[0].notes.times.values())
+        seconds, times = lanes[0].profiled(min(PROFILED_RUNS, self.args.repetitions))
         if self.args.profile:
-            plain = float(np.median([s.seconds for s in found[0]]))
-            self.profiles.append(profile_rows(times, profiled.seconds, plain, base))
+            self.profiles.append(profile_rows(times, seconds, base))
         for lane, row in zip(lanes[1:], rows[1:], strict=True):
-            (op,) = lane.swaps
-            part = op_share(times, op, profiled.seconds)
+            assert lane.variant is not None
+            part = op_share(times, lane.variant.stand_ins, seconds)
             row |= {"n_swapped": lane.notes.n_swapped, "op_share": part}
             if base["median_ts"] and row["median_ts"]:
                 row["vs_base"] = row["median_ts"] / base["median_ts"]
-            if lane.swaps[op].free:
+            if lane.variant.free:
                 row["amdahl"] = 1.0 / (1.0 - part)
 
-    def _peer_row(self, case: Case, base: Row, label: str, ours: Sample, samples: Sequence[Sample]) -> Row:
+    def _peer_row(self, case: Case, label: str, ours: Sample, samples: Sequence[Sample]) -> Row:
         row = self._common(case, samples) | {"backend": "llama.cpp", "build_commit": label, "type_r": "f32", "type_s": "f32"}
         row["rate"] = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
-        row["check"] = f"logits NMSE {nmse(samples[-1].logits, ours.logits):.1e} from ours"
-        if base["median_ts"]:
-            base["vs_peer"] = base["median_ts"] / row["median_ts"]
-        return row
+        return {**row, "logits_nmse": nmse(samples[-1].logits, ours.logits), "check": "not checked: logits_nmse is the distance from ours"}
 
 
 def file_type(model: Model) -> str:
     """llama.cpp's name of a file's weight types: as the file says, else the type of most bytes."""
-    number_of = {number: name for name, (_, number) in FILE_TYPES.items()}
+    names = {n: name for name, (_, n) in FILE_TYPES.items()}
     sizes: dict[str, int] = {}
     for t in model.file.tensors.values():
         sizes[t.dtype.name] = sizes.get(t.dtype.name, 0) + t.nbytes
     said = model.metadata.get("general.file_type")
-    return number_of[said] if said in number_of else max(sizes, key=lambda k: sizes[k]).upper()
+    return names[said] if isinstance(said, int) and said in names else max(sizes, key=lambda k: sizes[k]).upper()
 
 
 # -- as a table -----------------------------------------------------------------------------------------------------------
@@ -224,24 +251,24 @@ COLUMNS = (
     Column("build_commit"), Column("build_number", int), Column("cpu_info"), Column("gpu_info"), Column("model_filename"),
     Column("model_type", str, "model"), Column("model_size", int, "size", human_bytes), Column("model_n_params", int, "params", human_count),
     Column("backend", str, "backend"), Column("n_threads", int, "threads"), Column("n_threads_batch", int), Column("n_batch", int), Column("n_ubatch", int),
-    Column("type_k"), Column("type_v"), Column("type_r"), Column("type_s"), Column("mamba2", str, "mamba2"), Column("chunk", int, "chunk"),
-    Column("n_nodes", int, "nodes"), Column("variant"), Column("test", str, "test"), Column("n_prompt", int), Column("n_gen", int), Column("n_depth", int),
-    Column("test_time"), Column("avg_ns", int), Column("stddev_ns", int), Column("avg_ts", float), Column("stddev_ts", float), Column("samples_ns"),
-    Column("samples_ts"), Column("rate", float, "t/s"), Column("median_ts", float, "median", number(".2f")),
-    Column("spread", float, "spread", number(".0%")),
-    Column("vs_base", float), Column("op_share", float), Column("amdahl", float), Column("vs_peer", float), Column("n_swapped", int),
-    Column("gflops", float), Column("gbps", float), Column("gflops_share", float, "of FLOPS", number(".0%")),
-    Column("gbps_share", float, "of GB/s", number(".0%")),
-    Column("ttft_ms", float, "TTFT ms", number(".1f")), Column("mem_weights", int), Column("mem_kv", int),
-    Column("mem_state", int), Column("mem_compute", int), Column("memory", str, "KV/state/compute MiB"), Column("compile_s", float), Column("plan_s", float),
-    Column("n_plans_timed", int), Column("check"),
+    Column("type_k"), Column("type_v"), Column("type_r"), Column("type_s"), Column("prec"), Column("mamba2", str, "mamba2"), Column("chunk", int, "chunk"),
+    Column("ssd_precision"), Column("n_nodes", int, "nodes"), Column("variant"), Column("test", str, "test"), Column("n_prompt", int), Column("n_gen", int),
+    Column("n_depth", int), Column("test_time"), Column("avg_ns", int), Column("stddev_ns", int), Column("avg_ts", float), Column("stddev_ts", float),
+    Column("samples_ns"), Column("samples_ts"), Column("rate", float, "t/s"), Column("median_ts", float, "median", number(".2f")),
+    Column("spread", float, "spread", number(".0%")), Column("vs_base", float), Column("op_share", float), Column("amdahl", float),
+    Column("vs_peer", float), Column("n_swapped", int), Column("gflops", float), Column("gbps", float),
+    Column("gflops_share", float, "of FLOPS", number(".0%")), Column("gbps_share", float, "of GB/s", number(".0%")),
+    Column("ttft_ms", float, "TTFT ms", number(".1f")), Column("mem_weights", int), Column("mem_kv", int), Column("mem_state", int),
+    Column("mem_compute", int), Column("memory", str, "KV/state/compute MiB"), Column("compile_s", float), Column("plan_s", float),
+    Column("n_plans_timed", int), Column("logits_nmse", float), Column("check"),
 )
 # Shown in tables when they differ between tests or from what they are by default, as in llama-bench.
 VARIED: dict[str, tuple[str, Callable[[Case], Any], Any]] = {
     "n_threads_batch": ("threads_batch", lambda c: c.settings.threads_batch - c.settings.threads, 0),
     "n_batch": ("n_batch", lambda c: c.settings.n_batch, 2048), "n_ubatch": ("n_ubatch", lambda c: c.settings.n_ubatch, 512),
-    "type_k": ("type_k", lambda c: c.settings.type_k, "f16"), "type_v": ("type_v", lambda c: c.settings.type_v, "f16"), "type_r": ("type_r", lambda c: c.settings.type_r, "f32"),
-    "type_s": ("type_s", lambda c: c.settings.type_s, "f32"),
+    "type_k": ("type_k", lambda c: c.settings.type_k, "f16"), "type_v": ("type_v", lambda c: c.settings.type_v, "f16"),
+    "type_r": ("type_r", lambda c: c.settings.type_r, "f32"), "type_s": ("type_s", lambda c: c.settings.type_s, "f32"),
+    "prec": ("prec", lambda c: c.settings.prec, "auto"), "ssd_precision": ("ssd prec", lambda c: c.settings.ssd_precision, "f32"),
 }
 
 

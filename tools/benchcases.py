@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyggml.backends import NAMES
+from pyggml.backends.base import PRECISIONS
 from pyggml.cpu.level import n_cores
 from pyggml.models import demo_path
+from pyggml.models.layers import FORMS
 from pyggml.models.loader import CACHE_TYPES
-from pyggml.tools.common import chunk, form, whole
+from pyggml.ops.ssd.defs import SSD_PRECISIONS
+from pyggml.tools.common import chunk, form, precision, whole
 
 Form = str | Callable[..., Any]
 MAX_VALUES = 10_000  # of one range: more is a slip of the pen
@@ -84,22 +87,26 @@ def several(p: argparse.ArgumentParser, *flags: str, kind: Callable[[str], Any],
 
 def sweep_options(p: argparse.ArgumentParser) -> None:
     """The Mamba2 options over which tools sweep."""
-    several(p, "--mamba2", kind=each(form), metavar="FORM,..", text="graphs of the Mamba2 layers: auto, scan, ssd, FILE.py:FUNCTION (auto)")
-    several(p, "--chunk", kind=each(chunk), metavar="N|none,..", text="tokens per chunk of the ssd graph (default: by a limit on plan memory)")
+    several(p, "--mamba2", kind=each(form), metavar="FORM,..", text=f"graphs of the Mamba2 layers: auto, {', '.join(FORMS)}, FILE.py:FUNCTION (auto)")
+    several(p, "--chunk", kind=each(chunk), metavar="N|none,..", text="tokens per chunk of the ssd forms (default: by a limit on plan memory)")
+    several(p, "--ssd-precision", kind=each(precision), metavar="P,..", text=f"precisions of ssd-fused: {', '.join(SSD_PRECISIONS)} (f32)")
     several(p, "--type-r", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the conv states: {', '.join(CACHE_TYPES)} (f32)")
     several(p, "--type-s", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the SSM states (f32)")
 
 
+IGNORED = {"-ngl": "there is no GPU backend", "-fa": "there is one kind of attention", "-mmp": "files are always mapped"}
+
+
 def ignored_options(p: argparse.ArgumentParser) -> None:
     """Options that command lines for llama.cpp hold and that change nothing here; see `note_ignored`."""
-    p.add_argument("-ngl", "--n-gpu-layers", metavar="N", help="accepted; without effect, as there is no GPU backend")
-    p.add_argument("-fa", "--flash-attn", nargs="?", const="on", metavar="on|off|auto", help="accepted; without effect, as the CPU graph has one attention")
+    for flags, metavar in ((("-ngl", "--n-gpu-layers"), "N"), (("-fa", "--flash-attn"), "on|off|auto"), (("-mmp", "--mmap"), "0|1")):
+        p.add_argument(*flags, dest=flags[0].strip("-"), nargs="?", const="on", metavar=metavar, help=f"accepted; without effect, as {IGNORED[flags[0]]}")
 
 
 def note_ignored(args: argparse.Namespace) -> str | None:
     """One line that names the options given without effect; None when there are none."""
-    given = [flag for flag, value in (("-ngl", args.n_gpu_layers), ("-fa", args.flash_attn)) if value is not None]
-    return f"note: {' and '.join(given)} without effect: the model runs on the CPU, with its one kind of attention" if given else None
+    given = [f"{flag} ({why})" for flag, why in IGNORED.items() if getattr(args, flag.strip("-")) is not None]
+    return f"note: without effect: {', '.join(given)}" if given else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,8 @@ class Settings:
     mamba2: Form
     chunk: int | str | None
     backend: str
+    prec: str = "auto"
+    ssd_precision: str = "f32"
     type_conv: str | None = None
 
 
@@ -137,14 +146,17 @@ class Case:
         return "+".join(parts) + (f" @ d{self.n_depth}" if self.n_depth else "")
 
 
-def product(args: argparse.Namespace) -> Iterator[Settings]:
-    """Every combination of the options that describe how to run, models outermost."""
+def product(args: argparse.Namespace) -> list[Settings]:
+    """Every combination of the options that describe how to run, models outermost. A form comes once for all values of what it does not have:
+    chunks in scan, the precision of ssd-fused in scan and ssd."""
     lists: list[Sequence[Any]] = [
         args.model or [str(demo_path())], args.batch_size or [2048], args.ubatch_size or [512], args.threads or [n_cores()], args.threads_batch or [None],
         args.cache_type_k or ["f16"], args.cache_type_v or ["f16"], args.type_r or ["f32"], args.type_s or ["f32"], args.mamba2 or ["auto"],
-        args.chunk or [None], args.backend or ["cpu"], getattr(args, "type_conv", None) or [None]]
-    for m, b, ub, t, tb, *rest in itertools.product(*lists):
-        yield Settings(m, b, min(ub, b), t, tb or t, *rest)
+        args.chunk or [None], args.backend or ["cpu"], args.prec or ["auto"],
+        args.ssd_precision or ["f32"], getattr(args, "type_conv", None) or [None]]
+    found = (Settings(m, b, min(ub, b), t, tb or t, *rest) for m, b, ub, t, tb, *rest in itertools.product(*lists))
+    return list(dict.fromkeys(replace(s, chunk=None if s.mamba2 == "scan" else s.chunk,
+                                      ssd_precision="f32" if s.mamba2 in ("scan", "ssd") else s.ssd_precision) for s in found))
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -157,6 +169,14 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
             yield from (Case(settings, p, n, depth) for p, n in tests)
 
 
+def grouped(todo: Iterable[Case]) -> list[list[Case]]:
+    """Cases that differ in nothing but form, chunk and its precision together, in the order of each one's first."""
+    groups: dict[Case, list[Case]] = {}
+    for case in todo:
+        groups.setdefault(replace(case, settings=replace(case.settings, mamba2="", chunk=None, ssd_precision="")), []).append(case)
+    return list(groups.values())
+
+
 def context_lists(p: argparse.ArgumentParser) -> None:
     """Options of contexts as lists: sizes, threads, cache types, backends."""
     several(p, "-b", "--batch-size", kind=ranges(1), metavar="N,..", text="tokens per call (2048)")
@@ -165,5 +185,6 @@ def context_lists(p: argparse.ArgumentParser) -> None:
     several(p, "-tb", "--threads-batch", kind=ranges(1), metavar="N,..", text="threads for graphs of several tokens per sequence (as -t)")
     several(p, "-ctk", "--cache-type-k", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(CACHE_TYPES)} (f16)")
     several(p, "-ctv", "--cache-type-v", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the V cache (f16)")
+    several(p, "--prec", kind=each(word(*PRECISIONS)), metavar="PREC,..", text="auto, or f32: no product rounds what it reads to bfloat16 (auto)")
     several(p, "--backend", kind=each(word(*(n for n in NAMES if n != "null"))), metavar="NAME,..",
             text=f"backends: {', '.join(n for n in NAMES if n != 'null')} (cpu)")

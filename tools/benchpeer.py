@@ -31,10 +31,16 @@ class Peer:
     def __init__(self, python: str) -> None:
         self.python = python
         try:
-            self._process = subprocess.Popen([python, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+            # A session of its own: a Ctrl-C at the terminal is for this process, which ends the peer.
+            self._process = subprocess.Popen([python, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
+                                             start_new_session=True)
         except OSError as e:
             raise PeerError(f"--peer {python}: {e.strerror}") from None
-        self.label = f"llama-cpp-python {self.ask({'do': 'hello'})['version']}"
+        try:
+            self.label = f"llama-cpp-python {self.ask({'do': 'hello'})['version']}"
+        except PeerError:
+            self.close()
+            raise
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a request."""
@@ -60,10 +66,12 @@ class Peer:
         time.sleep(SETTLE_SECONDS)
 
     def close(self) -> None:
-        """End the process."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait()
+        """End the process: it stops when it reads no more, unless it is in the middle of a run."""
+        try:
+            self._process.communicate(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
 
 
 @dataclass(slots=True)

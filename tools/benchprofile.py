@@ -1,4 +1,4 @@
-"""Where the time of a test goes: per op and per part of a layer, from one run that is timed after every step.
+"""Where the time of a test goes: per op and per part of a layer, from a run that is timed after every step.
 
 All threads meet after every step of such a run, which small steps otherwise skip, so it takes a little longer; the table says how much. What is
 left of the wall time is `host`: inputs, logits, Python between two graphs. The rows therefore add up to the run's wall time.
@@ -6,8 +6,10 @@ left of the wall time is `host`: inputs, logits, Python between two graphs. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TextIO
+
+import numpy as np
 
 from pyggml.plan import Step
 from pyggml.tools.benchswap import StepTimes
@@ -22,8 +24,9 @@ PROFILE = (
 )
 
 
-def profile_rows(times: Sequence[StepTimes], wall: float, plain: float, about: Row) -> list[Row]:
-    """Rows by op (fused ops together) and by part, both with a host row; `wall` is this run's time, `plain` that of runs without step times."""
+def profile_rows(times: Sequence[StepTimes], wall: float, about: Row) -> list[Row]:
+    """Rows by op (fused ops together) and by part, both with a host row; `wall` is this run's time, `about` the test's row."""
+    plain = float(np.median(about["samples_ns"])) * 1e-9 if about["samples_ns"] else None
     common = {k: about[k] for k in ("model_filename", "test", "mamba2", "chunk", "n_ubatch", "n_threads")} | {"wall_s": wall, "plain_s": plain}
     by_op = _rows(times, wall, lambda s: " + ".join(n.op.name for n in s.nodes))
     by_part = _rows(times, wall, lambda s: s.nodes[-1].part or "other")
@@ -46,19 +49,18 @@ def _rows(times: Sequence[StepTimes], wall: float, key: Callable[[Step], str]) -
             for k, (s, f, b, n) in sums.items()]
 
 
-def op_share(times: Sequence[StepTimes], op: str, wall: float) -> float:
-    """Share of a run's wall time that an op takes. The time of a fused step counts evenly for each of its ops."""
-    return sum(seconds * sum(n.op.name == op for n in step.nodes) / len(step.nodes)
+def op_share(times: Sequence[StepTimes], ops: Container[str], wall: float) -> float:
+    """Share of a run's wall time that some ops take. The time of a fused step counts evenly for each of its ops."""
+    return sum(seconds * sum(n.op.name in ops for n in step.nodes) / len(step.nodes)
                for t in times for step, seconds in zip(t.plan.steps, t.seconds.tolist(), strict=True)) / wall
 
 
 def show_profile(rows: Sequence[Row], output: str, out: TextIO) -> None:
     """The tables of one test for people."""
     first = rows[0]
-    slower = first["wall_s"] / first["plain_s"] - 1
+    than = f", {first['wall_s'] / first['plain_s'] - 1:+.1%} on the median without" if first["plain_s"] else ""
     form = f", {first['mamba2']}" if first["mamba2"] else ""
-    print(f"\nprofile of {first['test']}{form}: {first['wall_s'] * 1e3:.2f} ms with a time taken after each step, {slower:+.1%} on the median without",
-          file=out)
+    print(f"\nprofile of {first['test']}{form}: {first['wall_s'] * 1e3:.2f} ms with a time taken after each step{than}", file=out)
     for by in ("part", "op"):
         print(file=out)
         table = [r for r in rows if r["by"] == by]

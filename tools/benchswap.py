@@ -1,6 +1,6 @@
 """Graphs with some ops swapped, and runners that note what they run: what `bench` puts in place of a context's backend.
 
-A swap says what stands for an op. Each graph is rebuilt node by node before it is planned, with the stand-in called in the op's
+A variant says what stands for some ops. Each graph is rebuilt node by node before it is planned, with the stand-in called in the op's
 place, so views, fusion and memory are planned as for any other graph.
 
   free ops (--noop): the op's kernel is replaced by one that does nothing. Inside a fused chain a pointwise op becomes the
@@ -35,17 +35,16 @@ Build = Callable[..., Any]  # called as the op is: tensors, then attributes by k
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
-    """What stands for an op: `text` names it in results. `free` swaps make the op cost nothing; their output is no output."""
+class Variant:
+    """What stands for some ops, by their names; None makes an op free. `text` names the variant in results."""
 
-    op: str
     text: str
-    build: Build | None = None
+    stand_ins: Mapping[str, Build | None]
 
     @property
     def free(self) -> bool:
-        """True for --noop."""
-        return self.build is None
+        """True for --noop, whose output is no output."""
+        return None in self.stand_ins.values()
 
 
 def nothing(i0: Any, i1: Any) -> None:
@@ -55,17 +54,18 @@ def nothing(i0: Any, i1: Any) -> None:
 _NOTHING = KernelDef("nothing", nothing, None, {"operands": lambda node: [], "items": lambda node: 1, "chunk": lambda node: 1})
 
 
-def free_op(name: str) -> Swap:
-    """A swap that makes an op cost nothing; ParamError for an op that costs nothing anyway."""
+def free_ops(text: str) -> Variant:
+    """The variant in which an op costs nothing, or several that are joined by +; ParamError for an op that costs nothing anyway."""
     load_kernels("cpu")
-    op = find_op(name)
-    if op.view:
-        raise ParamError(f"--noop {op.name}: a view has no kernel and costs nothing")
-    return Swap(op.name, f"noop {op.name}")
+    ops = [find_op(name) for name in text.split("+")]
+    for op in ops:
+        if op.view:
+            raise ParamError(f"--noop {op.name}: a view has no kernel and costs nothing")
+    return Variant("noop " + "+".join(op.name for op in ops), {op.name: None for op in ops})
 
 
-def replaced_op(text: str) -> Swap:
-    """The swap that OP=MODULE:FUNCTION or OP=FILE.py:FUNCTION describes."""
+def replaced_op(text: str) -> Variant:
+    """The variant that OP=MODULE:FUNCTION or OP=FILE.py:FUNCTION describes."""
     name, equals, where = text.partition("=")
     if not equals:
         raise ParamError(f"--replace {text!r}; legal: OP=MODULE:FUNCTION or OP=FILE.py:FUNCTION")
@@ -76,14 +76,14 @@ def replaced_op(text: str) -> Swap:
     registered = next((k for k in op.kernels.get("cpu", ()) if k.fn is fn), None)
     for d in OPS.values():  # a file that registers kernels would otherwise change the base that it is held against
         if d.name in before:
-            d.kernels["cpu"] = before[d.name]
+            d.kernels.setdefault("cpu", [])[:] = before[d.name]
     label = f"{op.name}={where}"
     if registered is None and not _takes_items(fn):
-        return Swap(op.name, label, lambda *args, **kwargs: _checked(op, label, fn(*args, **kwargs), args, kwargs))
+        return Variant(label, {op.name: lambda *args, **kwargs: _checked(op, label, fn(*args, **kwargs), args, kwargs)})
     own = copy.copy(op)
     own.pointwise = None
     own.kernels = {"cpu": [registered or KernelDef(fn.__name__, fn), *op.kernels.get("cpu", ())]}
-    return Swap(op.name, label, own)
+    return Variant(label, {op.name: own})
 
 
 def _takes_items(fn: Callable[..., Any]) -> bool:
@@ -125,16 +125,15 @@ def _free(op: OpDef, alone: bool) -> OpDef:
     return own
 
 
-def with_swaps(graph: Graph, swaps: Mapping[str, Swap], plan: Callable[[Graph], Plan]) -> tuple[Graph, dict[int, Tensor]]:
-    """The graph with the swapped ops; `plan` tells which of the free ones have a step of their own."""
-    free = {name for name, s in swaps.items() if s.free}
+def with_stand_ins(graph: Graph, stand_ins: Mapping[str, Build | None], plan: Callable[[Graph], Plan]) -> tuple[Graph, dict[int, Tensor]]:
+    """The graph with what stands for its ops; `plan` tells which of the free ones have a step of their own."""
+    free = {name for name, build in stand_ins.items() if build is None}
     alone = {n.seq for step in plan(graph).steps if all(n.op.name in free for n in step.nodes) for n in step.nodes} if free else set()
 
     def stand_in(node: Node) -> Build:
-        swap = swaps.get(node.op.name)
-        if swap is None:
+        if node.op.name not in stand_ins:
             return node.op
-        return _free(node.op, node.seq in alone) if swap.build is None else swap.build
+        return stand_ins[node.op.name] or _free(node.op, node.seq in alone)
 
     return rebuilt(graph, stand_in)
 
@@ -173,11 +172,11 @@ class Notes:
 class BenchBackend:
     """`inner`, except that ops are swapped and runs are noted. Put in place of a context's backend."""
 
-    def __init__(self, inner: Backend, swaps: Mapping[str, Swap], notes: Notes) -> None:
-        if swaps and not isinstance(inner, CpuBackend):
+    def __init__(self, inner: Backend, stand_ins: Mapping[str, Build | None], notes: Notes) -> None:
+        if stand_ins and not isinstance(inner, CpuBackend):
             raise UnsupportedOp(f"backend {inner.name}: ops are swapped on the cpu backend alone")
         self.inner = inner
-        self.swaps = swaps
+        self.stand_ins = stand_ins
         self.notes = notes
         self.name = inner.name
         self.threads = int(getattr(inner, "threads", 1))
@@ -189,10 +188,10 @@ class BenchBackend:
     def compile(self, graph: Graph) -> BenchRunner:
         """A runner that notes what it runs."""
         new: dict[int, Tensor] = {}
-        n_swapped = sum(n.op.name in self.swaps for n in graph.nodes)
+        n_swapped = sum(n.op.name in self.stand_ins for n in graph.nodes)
         self.notes.n_swapped = max(self.notes.n_swapped, n_swapped)
         if isinstance(self.inner, CpuBackend) and n_swapped:
-            graph, new = with_swaps(graph, self.swaps, self.inner.plan)
+            graph, new = with_stand_ins(graph, self.stand_ins, self.inner.plan)
         return BenchRunner(self.notes, self.inner.compile(graph), new)
 
 

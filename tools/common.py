@@ -15,6 +15,7 @@ from pyggml.errors import ParamError
 from pyggml.models import Model, demo_path, load_model
 from pyggml.models.layers import FORMS
 from pyggml.models.loader import CACHE_TYPES
+from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.runtime.context import Context
 
 
@@ -42,6 +43,13 @@ def chunk(text: str) -> int | str:
     if text == "none":
         return text
     return whole(1)(text)
+
+
+def precision(text: str) -> str:
+    """An argparse type: a precision of SSD_SCAN."""
+    if text not in SSD_PRECISIONS:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; legal: {', '.join(SSD_PRECISIONS)}")
+    return text
 
 
 def form(text: str) -> str | Callable[..., Any]:
@@ -91,9 +99,10 @@ def context_options(p: argparse.ArgumentParser, n_ctx: int = 4096) -> None:
     p.add_argument("-ub", "--ubatch-size", type=whole(1), default=512, metavar="N", help="tokens per graph (512)")
     p.add_argument("-t", "--threads", type=whole(1, 256), metavar="N", help="threads (all cores)")
     p.add_argument("--prec", choices=PRECISIONS, default="auto", help="f32: no product rounds what it reads to bfloat16 (auto)")
-    p.add_argument("--mamba2", type=form, default="auto", metavar="FORM", help="graph of the Mamba2 layers: auto, scan, ssd, or a function of yours as "
-                   "FILE.py:FUNCTION or MODULE:FUNCTION, with the signature of mamba2_layer (auto)")
-    p.add_argument("--chunk", type=chunk, metavar="N|none", help="tokens per chunk of the ssd graph; none: one chunk (default: by a limit on plan memory)")
+    p.add_argument("--mamba2", type=form, default="auto", metavar="FORM", help="graph of the Mamba2 layers: auto, scan, ssd, ssd-fused, or a function of "
+                   "yours as FILE.py:FUNCTION or MODULE:FUNCTION, with the signature of mamba2_layer (auto)")
+    p.add_argument("--chunk", type=chunk, metavar="N|none", help="tokens per chunk of the ssd forms; none: one chunk (default: by a limit on plan memory)")
+    p.add_argument("--ssd-precision", type=precision, default="f32", metavar="P", help=f"precision of ssd-fused: {', '.join(SSD_PRECISIONS)} (f32)")
     p.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", metavar="TYPE", help=f"type of the K cache: {', '.join(CACHE_TYPES)} (f16)")
     p.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", metavar="TYPE", help="type of the V cache (f16)")
     p.add_argument("--type-r", choices=CACHE_TYPES, default="f32", metavar="TYPE", help="type of the conv states (f32)")
@@ -107,8 +116,9 @@ def open_model(args: argparse.Namespace) -> Model:
 
 def open_context(model: Model, args: argparse.Namespace, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Context:
     """A context as `context_options` ask, of n_ctx tokens instead where that is given."""
-    return model.context(threads=args.threads, prec=args.prec, n_ctx=n_ctx or args.ctx_size, n_ubatch=args.ubatch_size, n_seq_max=n_seq_max, mamba2=args.mamba2,
-                         chunk=args.chunk, type_k=args.cache_type_k, type_v=args.cache_type_v, type_r=args.type_r, type_s=args.type_s)
+    return model.context(threads=args.threads, prec=args.prec, n_ctx=n_ctx or args.ctx_size, n_ubatch=args.ubatch_size, n_seq_max=n_seq_max,
+                         mamba2=args.mamba2, chunk=args.chunk, ssd_precision=args.ssd_precision, type_k=args.cache_type_k, type_v=args.cache_type_v,
+                         type_r=args.type_r, type_s=args.type_s)
 
 
 def read_text(path: str, option: str = "-f") -> str:

@@ -33,7 +33,7 @@ COLOURS = ("#8dd3c7", "#ffffb3", "#bebada", "#fb8072", "#80b1d3", "#fdb462", "#b
 def options(p: argparse.ArgumentParser) -> None:
     """Options."""
     model_options(p)
-    p.add_argument("--mamba2", type=form, default="ssd", metavar="FORM", help="form of the Mamba2 layers: scan, ssd, FILE.py:FUNCTION (ssd)")
+    p.add_argument("--mamba2", type=form, default="ssd", metavar="FORM", help="form of the Mamba2 layers: scan, ssd, ssd-fused, FILE.py:FUNCTION (ssd)")
     p.add_argument("--compare", type=forms, metavar="FORM,FORM", help="forms to lay side by side, such as scan,ssd")
     p.add_argument("--chunk", type=chunk, metavar="N|none", help="tokens per chunk of the ssd graph (default: by a limit on plan memory)")
     p.add_argument("-ub", "--ubatch-size", type=whole(1), default=512, metavar="N", help="tokens of the graph that the tables describe (512)")

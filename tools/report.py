@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pyggml.errors import FormatError
-from pyggml.tools.common import note, read_text
+from pyggml.tools.common import counted, note, read_text
 from pyggml.tools.records import Row
 
 NEEDED = ("n_prompt", "n_gen", "n_ubatch", "avg_ts")
 # What tells results of one test apart, besides form, chunk, variant and engine: named where a model's results differ in it.
 DETAILS = {"n_threads": "{} threads", "n_depth": "depth {}", "n_batch": "batch {}", "type_k": "K {}", "type_v": "V {}", "type_r": "conv state {}",
-           "type_s": "SSM state {}"}
+           "type_s": "SSM state {}", "prec": "prec {}", "ssd_precision": "ssd precision {}"}
+TIE = math.log(1.02)  # a lead that says nothing
 Points = dict[int, float]  # tokens per second by ubatch
 
 
@@ -37,7 +38,8 @@ def main(args: argparse.Namespace) -> int:
     rows = [r for path in args.results for r in read_results(path)]
     models = by_model(rows)
     print("\n\n".join("\n".join(report(name, found)) for name, found in models.items()))
-    prefill = {name: series for name, found in models.items() if any(len(points) > 1 for points in (series := prefill_series(found)).values())}
+    prefill = {name: prefill_series(found) for name, found in models.items()}
+    prefill = {name: series for name, series in prefill.items() if any(len(points) > 1 for points in series.values())}
     if args.no_plot:
         return 0
     if not prefill:
@@ -51,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
 def read_results(path: str) -> list[Row]:
     """The rows of a file, a JSON array or a row per line; FormatError for anything else."""
-    text = read_text(path, "report")
+    text = read_text(path, "file")
     try:
         rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
     except json.JSONDecodeError as e:
@@ -80,11 +82,11 @@ def _ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     details = {k: text for k, text in DETAILS.items() if len(values(k, rows)) > 1}
     ways: dict[str, list[Row]] = {}
     for r in rows:
-        form = r.get("mamba2") or (r.get("backend") if r.get("backend") == "llama.cpp" or "mamba2" not in r else "model")
+        form = r.get("mamba2") or ("llama.cpp" if "mamba2" not in r else r.get("backend"))  # of llama-bench, of a peer, of a model without Mamba2 layers
         # A chunk stands in the name when the form ran with several at one ubatch; else it follows from the ubatch.
         same = [x for x in rows if all(x.get(k) == r.get(k) for k in ("mamba2", "n_ubatch", "n_prompt", "n_gen"))]
         parts = [f"{form} chunk {r['chunk']}" if r.get("chunk") and len(values("chunk", same)) > 1 else str(form)]
-        parts += [str(r["variant"])] * bool(r.get("variant")) + [text.format(r[k]) for k, text in details.items() if r.get(k) is not None]
+        parts += [str(v) for v in [r.get("variant")] if v] + [text.format(r[k]) for k, text in details.items() if r.get(k) is not None]
         ways.setdefault(", ".join(parts), []).append(r)
     return ways
 
@@ -105,7 +107,8 @@ def rate(r: Row) -> float | None:
 def report(name: str, ways: Mapping[str, list[Row]]) -> Iterator[str]:
     """One model's heading, table and cross-overs."""
     about = next(iter(ways.values()))[0]
-    machine = [str(about[k]) for k in ("cpu_info",) if about.get(k)] + [f"{about['n_threads']} threads" for k in ("n_threads",) if about.get(k)]
+    threads = {r.get("n_threads") for rows in ways.values() for r in rows}
+    machine = [str(about[k]) for k in ("cpu_info",) if about.get(k)] + [counted(n, "thread") for n in threads if n and len(threads) == 1]
     yield f"## {name}" + (f" ({', '.join(machine)})" if machine else "")
     yield ""
     cells: dict[tuple[str, int], dict[str, str]] = {}
@@ -119,8 +122,7 @@ def report(name: str, ways: Mapping[str, list[Row]]) -> Iterator[str]:
         yield f"| {test} | {ubatch or ''} | " + " | ".join(found.get(way, "") for way in ways) + " |"
     yield ""
     yield "Tokens per second, medians of the repetitions."
-    for line in crossings(prefill_series(ways)):
-        yield line
+    yield from crossings(prefill_series(ways))
 
 
 def prefill_series(ways: Mapping[str, list[Row]]) -> dict[str, Points]:
@@ -167,13 +169,17 @@ def crossings(series: Mapping[str, Points]) -> Iterator[str]:
         for x, b_leads in found:
             yield f"{way if b_leads else first} is faster than {first if b_leads else way} from ubatch {x:.0f} on."
         if not found:
-            leads, behind = (way, first) if b[both[0]] > a[both[0]] else (first, way)
-            yield f"{leads} is faster than {behind} at every ubatch from {both[0]} to {both[-1]}."
+            lead = [math.log(b[x] / a[x]) for x in both]  # all of one sign
+            leads, behind = (way, first) if sum(lead) > 0 else (first, way)
+            clear = [abs(x) > TIE for x in lead]
+            verb = "is faster than" if all(clear) else "is at least as fast as" if any(clear) else "is as fast, within 2 %, as"
+            yield f"{leads} {verb} {behind} at every ubatch from {both[0]} to {both[-1]}."
 
 
 # -- the plot -------------------------------------------------------------------------------------------------------------
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's: told apart by colour-blind eyes too
+GREY = "#777777"
 
 
 def draw(models: Mapping[str, Mapping[str, Points]], name: str) -> None:
@@ -189,20 +195,21 @@ def draw(models: Mapping[str, Mapping[str, Points]], name: str) -> None:
         ways = [way for way in series if not is_ceiling(way)]
         for way, points in series.items():
             base = next((w for w in ways if way.startswith(f"{w},")), way)
-            colour = COLOURS[ways.index(base) % len(COLOURS)] if base in ways else "#777777"
+            colour = GREY if base not in ways or base.startswith("llama.cpp") else COLOURS[ways.index(base) % len(COLOURS)]
             style: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2} if is_ceiling(way) else {"marker": "o", "markersize": 4.5, "linewidth": 1.8}
             axes.plot(list(points), list(points.values()), label=way, color=colour, **style)
-        for first, way, found in compared(series):
-            for x, b_leads in found:
-                text = f"{way if b_leads else first} leads from {x:.0f}"
-                axes.axvline(x, color="#777777", linewidth=0.9, linestyle=":")
-                axes.annotate(text, (x, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points", fontsize=8.5, color="#444444")
         ticks = sorted({x for points in series.values() for x in points})
+        marks = [(x, *((way, first) if b_leads else (first, way))) for first, way, found in compared(series) for x, b_leads in found]
+        for i, (x, ahead, behind) in enumerate(sorted(marks)):
+            axes.axvline(x, color=GREY, linewidth=0.9, linestyle=":")
+            side = -1 if x * x > ticks[0] * ticks[-1] else 1  # towards the middle
+            axes.annotate(f"{ahead} ahead of {behind} from {x:.0f}", (x, 0.99 - 0.05 * (i % 2)), xycoords=("data", "axes fraction"), xytext=(4 * side, 0),
+                          textcoords="offset points", ha="right" if side < 0 else "left", va="top", fontsize=8.5, color="#444444")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.12 * max(max(points.values()) for points in series.values()))  # the marks' text stands above the curves
         axes.set_xlabel("ubatch (tokens per graph)")
         axes.set_ylabel("prefill (tokens/s)")
         axes.set_title(title, fontsize=11)

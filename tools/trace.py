@@ -23,7 +23,7 @@ from pyggml.models.layers import FORMS
 from pyggml.registry import load_ops
 from pyggml.runtime.memory import KV_PAD
 from pyggml.runtime.trace import Sink, Traced, TracedBackend
-from pyggml.tools.common import chunk, context_options, counted, form, form_name, model_options, note, numbers, open_model, whole
+from pyggml.tools.common import chunk, context_options, counted, form, form_name, model_options, note, numbers, open_model, precision, whole
 from pyggml.tools.records import FORMATS, Column, Row, write_rows
 from pyggml.tools.run import read_prompt
 from pyggml.tools.trace_diff import Difference, Dump, Item, Side, compare, finite, item_of, pair, read_dump, read_pairs, text_side
@@ -34,11 +34,12 @@ VIEWS = {name for name, op in load_ops().items() if op.view}
 NAMED = ("auto", *FORMS)
 # What a run specification may change: key -> (attribute, parser).
 KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "m": ("model", str), "mamba2": ("mamba2", form), "chunk": ("chunk", chunk), "backend": ("backend", str), "level": ("level", str), "prec": ("prec", str),
+    "m": ("model", str), "mamba2": ("mamba2", form), "chunk": ("chunk", chunk), "ssd-precision": ("ssd_precision", precision),
+    "backend": ("backend", str), "level": ("level", str), "prec": ("prec", str),
     "t": ("threads", whole(1, 256)), "ub": ("ubatch_size", whole(1)), "ctk": ("cache_type_k", str), "ctv": ("cache_type_v", str),
     "type-r": ("type_r", str), "type-s": ("type_s", str)}
 SPEC = ("Steps run on one thread unless -t asks for more, so that their times hold no waiting, with --prec f32 unless auto is asked for, so that "
-        "runs differ by what is compared, and in a context as large as the prompt unless -c says so. A run of --diff is a form (scan, ssd, "
+        "runs differ by what is compared, and in a context as large as the prompt unless -c says so. A run of --diff is a form (scan, ssd, ssd-fused, "
         "FILE.py:FUNCTION), a GGUF file, a backend, fuse, reuse, one of "
         f"{' '.join(f'{k}=' for k in KEYS)} or several of them joined by commas; the other options hold for both. A folder that --save "
         "wrote, or a file of what llama.cpp's eval-callback printed, may stand in its place.")
@@ -117,8 +118,8 @@ def traced_run(args: Namespace, sink: Sink) -> str:
     options = {"cpu": {"fuse": args.fuse, "reuse": args.reuse, "level": args.level, "prec": args.prec}, "ggml": {"reuse": args.reuse}}.get(args.backend, {})
     n_ctx = args.ctx_size or -(-len(ids) // KV_PAD) * KV_PAD
     ctx = model.context(backend=args.backend, threads=None if args.backend == "reference" else args.threads, n_ctx=n_ctx, n_ubatch=args.ubatch_size,
-                        mamba2=args.mamba2, chunk=args.chunk, type_k=args.cache_type_k, type_v=args.cache_type_v, type_r=args.type_r,
-                        type_s=args.type_s, **options)
+                        mamba2=args.mamba2, chunk=args.chunk, ssd_precision=args.ssd_precision, type_k=args.cache_type_k,
+                        type_v=args.cache_type_v, type_r=args.type_r, type_s=args.type_s, **options)
     backend = TracedBackend(ctx.backend, sink)
     ctx.backend = backend
     if args.past:

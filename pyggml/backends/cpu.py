@@ -13,7 +13,7 @@ from pyggml.cpu.fuse import group, launch_of
 from pyggml.cpu.launch import Launch, launch, launch_prepared
 from pyggml.cpu.level import check_level, host_level, level_features, n_cores
 from pyggml.cpu.order import barriers, touched
-from pyggml.cpu.simd import RAISED
+from pyggml.cpu.simd import BAD_SPAN, RAISED
 from pyggml.cpu.team import TAPE_KERNELS, aligned, check_threads, team
 from pyggml.errors import GraphError, KernelError, ParamError, UnsupportedOp
 from pyggml.graph import Graph
@@ -260,6 +260,8 @@ class CpuRunner:
             where = f"{step.nodes[-1].op.name} ({step.nodes[-1].name})"
             if code == RAISED:
                 raise KernelError(f"{where}: the kernel {step.kernel_name} raised an error; kernels must not")
+            if code == BAD_SPAN:
+                raise KernelError(f"{where}: bad span: a sequence has tokens {index} to {n}; legal: from 0, never falling, up to the number of tokens")
             raise KernelError(f"{where}: bad index {index}; legal: 0 to {n - 1}")
 
     def buffers(self) -> tuple[np.ndarray, np.ndarray]:

@@ -59,8 +59,8 @@ class GgmlBackend:
 
     name = "ggml"
 
-    def __init__(self, *, threads: int | None = None, poll: int = 50, reuse: bool = True, poison: bool = False) -> None:
-        self.lib = load()
+    def __init__(self, *, threads: int | None = None, poll: int = 50, reuse: bool = True, poison: bool = False, lib: str | None = None) -> None:
+        self.lib = load(lib)
         self.threads = n_cores() if threads is None else threads
         if not isinstance(self.threads, int) or isinstance(self.threads, bool) or not 1 <= self.threads <= MAX_THREADS:
             raise ParamError(f"threads: {threads!r}; legal: 1 to {MAX_THREADS}")
@@ -202,6 +202,8 @@ class GgmlRunner:
             self._tensors[id(node.out)] = made
             return made
         made = self._lib.make(call.function, self._ctx, *(self._argument(a) for a in call.args))
+        if call.turned:
+            made = self._lib.make("cont", self._ctx, self._lib.make("transpose", self._ctx, made))
         struct = GgmlTensor.from_address(made)
         if struct.view_src is not None and node.op.inplace is None:  # ggml_clamp writes into its input; here the result has memory of its own
             struct.view_src, struct.data, struct.nb[:] = None, None, node.out.nb

@@ -51,7 +51,7 @@ _P = c_void_p  # an address: of a tensor, a graph, a backend
 # Functions that make a tensor: C types of the arguments after the context.
 TENSOR_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("abs", "cont", "cumsum", "exp", "expm1", "gelu", "log", "mean", "neg", "reglu", "reglu_swapped", "relu", "sgn", "sigmoid",
-                     "silu", "softplus", "sqr", "sqrt", "step", "sum_rows", "swiglu", "swiglu_swapped", "tanh"), (_P,)),
+                     "silu", "softplus", "sqr", "sqrt", "step", "sum_rows", "swiglu", "swiglu_swapped", "tanh", "transpose"), (_P,)),
     **dict.fromkeys(("add", "cpy", "div", "get_rows", "mul", "mul_mat", "reglu_split", "ssm_conv", "sub", "swiglu_split"), (_P, _P)),
     **dict.fromkeys(("argsort", "cast", "top_k", "tri"), (_P, c_int)),
     **dict.fromkeys(("fill", "norm", "rms_norm"), (_P, c_float)),
@@ -152,10 +152,10 @@ _INSTALL = "install the wheel it was written for: pip install 'libggml-python>=0
 
 
 @functools.cache
-def load() -> Library:
-    """The library of the installed wheel; ParamError in one line when it is absent or of another kind."""
-    spec = importlib.util.find_spec("libggml")
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+def load(folder: str | None = None) -> Library:
+    """The library of the installed wheel, or of a folder; ParamError in one line when it is absent or of another kind."""
+    spec = importlib.util.find_spec("libggml") if folder is None else None
+    places = [folder] if folder is not None else list(spec.submodule_search_locations or ()) if spec is not None else []
     if not places:
         raise ParamError("backend 'ggml' needs the wheel libggml-python, which is not installed: pip install 'pyggml[ggml]'")
     parts = []
@@ -172,4 +172,4 @@ def load() -> Library:
 
 def _library_file(wheel: Path, stem: str) -> Path | None:
     names = (f"lib{stem}.so", f"lib{stem}.dylib", f"{stem}.dll")
-    return next((p for folder in ("lib64", "lib", "bin") for name in names if (p := wheel / folder / name).is_file()), None)
+    return next((p for folder in ("lib64", "lib", "bin", ".") for name in names if (p := wheel / folder / name).is_file()), None)

@@ -26,17 +26,19 @@ class Refused(Exception):
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call of ggml_`function` with tensors, copies of tensors, None and numbers. `ids` are checked at run time to lie within
-    0 to `n_rows` - 1. Where the result's ne is not the output's, the outputs lie one after the other in its memory."""
+    0 to `n_rows` - 1. `turned`: the output is the result with dims 0 and 1 exchanged. Where the result's ne is not the output's,
+    the outputs lie one after the other in its memory."""
 
     function: str
     args: tuple[Any, ...]
     ids: Tensor | None = None
     n_rows: int = 0
+    turned: bool = False
 
     @property
     def name(self) -> str:
-        """What is called, copies of arguments included."""
-        return "ggml_cont+" * any(isinstance(a, Copied) for a in self.args) + f"ggml_{self.function}"
+        """What is called, copies of arguments and of the result included."""
+        return "ggml_cont+" * any(isinstance(a, Copied) for a in self.args) + f"ggml_{self.function}" + "+ggml_cont" * self.turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +312,12 @@ def _set_rows(node: Node) -> Call:
 def _mul_mat(node: Node) -> Call:
     a, b = _inputs(node)
     _types("b", b, *((F32,) if a.dtype is F32 or a.dtype.is_quantized else (F32, a.dtype)))
+    turned = any(m > n for m, n in zip(a.ne[2:], b.ne[2:], strict=True))  # ggml repeats its first operand alone: b a^T, turned
+    if turned:
+        _need(a.dtype is F32 and b.dtype is F32 and a.ne[2] >= b.ne[2] and a.ne[3] >= b.ne[3], "ggml repeats the batches of its first operand alone")
+        a, b = b, a
     dense = [t.nb[0] == t.dtype.nbytes and (t is b or t.nb[0] <= t.nb[1]) for t in (a, b)]
-    return Call("mul_mat", tuple(t if ok else Copied(t) for t, ok in zip((a, b), dense, strict=True)))
+    return Call("mul_mat", tuple(t if ok else Copied(t) for t, ok in zip((a, b), dense, strict=True)), turned=turned)
 
 
 @maps("SOFT_MAX")
@@ -370,6 +376,11 @@ def _ssm_conv(node: Node) -> Call:
     _need(sx.nb[1] == sx.ne[0] * sx.nb[0], "sx has gaps between channels; ggml takes channels one after the other")
     _packed("c", c)
     return Call("ssm_conv", (sx, c))
+
+
+@maps("SSD_SCAN")
+def _ssd_scan(node: Node) -> Call:
+    raise Refused("ggml has no chunked state-space product")
 
 
 @maps("SSM_SCAN")

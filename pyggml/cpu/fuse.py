@@ -54,8 +54,11 @@ _CHOICES = {
 def operands(node: Node) -> list[Tensor]:
     """The tensors that a pointwise node's expression calls a, b, c."""
     ins = [t for t in node.src if t is not None]
-    assert node.op.pointwise is not None
-    if not node.op.pointwise.halves:
+    pw = node.op.pointwise
+    assert pw is not None
+    if pw.select is not None:
+        return [*ins, *pw.select(node)[1]]
+    if not pw.halves:
         return ins
     x = ins[0]
     n = x.ne[0] // 2
@@ -245,7 +248,7 @@ def _body(nodes: Sequence[Node], outside: dict[tuple[Any, ...], int]) -> tuple[l
         for name in pw.params:
             scope[name] = f"q{len(params)}_{kind}"
             params.append(float(node.params[name]))
-        value = _expression(node.op.name, pw.expr, scope, kind)
+        value = _expression(node.op.name, pw.expr if pw.select is None else pw.select(node)[0], scope, kind)
         if stored == "i64" != kind:
             if node.out.dtype is not I32:
                 raise UnsupportedOp(f"{node.op.name}: no conversion from {kind} to {node.out.dtype.name}; legal: i32")

@@ -325,7 +325,8 @@ def stw(b: Any, ir: Any, a: Any, i: Any, v: Any) -> None:
     b.store(v, word(b, ir, a, i))
 
 
-BAD_INDEX, RAISED = 1, 2  # what the first status word says; of a bad index the second one holds it, the third how many are legal
+# What the first status word says; of a bad index the second one holds it and the third how many are legal, of a bad span its ends.
+BAD_INDEX, RAISED, BAD_SPAN = 1, 2, 3
 
 
 @helper
@@ -334,6 +335,14 @@ def bad_index(status: Any, index: Any, n: Any) -> None:
     stw(status, 0, BAD_INDEX)
     stw(status, 1, index)
     stw(status, 2, n)
+
+
+@helper
+def bad_span(status: Any, first: Any, end: Any) -> None:
+    """Report a sequence's tokens [first, end) that do not lie where they should: the run then ends in KernelError."""
+    stw(status, 0, BAD_SPAN)
+    stw(status, 1, first)
+    stw(status, 2, end)
 
 
 @intrinsic("i64(i64, i64)")

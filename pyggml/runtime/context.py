@@ -44,7 +44,8 @@ class RunnableModel(Protocol):
     def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> GraphInputs:
         """Input tensors of a ubatch's graph."""
 
-    def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None) -> tuple[Tensor, list[Tensor]]:
+    def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None,
+              precision: str) -> tuple[Tensor, list[Tensor]]:
         """The logits of a ubatch and the in-place state updates."""
 
     def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str:
@@ -74,7 +75,7 @@ class Context:
     """Memory and plans for a model; made by `model.context(...)`. One call at a time: a second thread's gets ContextError."""
 
     def __init__(self, model: RunnableModel, *, backend: str, threads: int | None, n_ctx: int, n_ubatch: int, n_seq_max: int,
-                 mamba2: str | Callable[..., Any], chunk: int | str | None, types: dict[str, DType], options: dict[str, Any],
+                 mamba2: str | Callable[..., Any], chunk: int | str | None, ssd_precision: str, types: dict[str, DType], options: dict[str, Any],
                  threads_batch: int | None = None) -> None:
         for name, value in (("n_ctx", n_ctx), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max)):
             _check_count(name, value, 1)
@@ -84,6 +85,7 @@ class Context:
         self.n_seq_max = n_seq_max
         self.mamba2 = mamba2
         self.chunk = chunk
+        self.ssd_precision = ssd_precision
         if threads is not None:
             options = {**options, "threads": threads}
         self.backend = open_backend(backend, **options)
@@ -221,7 +223,7 @@ class Context:
         if planned is None:
             start = time.perf_counter()
             inp = self.model.inputs(*key)
-            logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk)
+            logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk, self.ssd_precision)
             backend = self.backend if self.batch_backend is None or n_seq_tokens == 1 else self.batch_backend
             planned = self._plans[key] = Planned(inp, logits, backend.compile(Graph([logits, *updates])))
             if len(self._plans) > MAX_PLANS:

@@ -74,7 +74,7 @@ def _view_errors() -> Iterator[ErrorCase]:
     yield error(ShapeError, "VIEW: ne [6, 4] from byte 4 ends at byte 100; x's storage ends at byte 96", x, ne=[6, 4], nb=[24], offset=4)
     yield error(ShapeError, "offset is 2; legal: multiples of 4 bytes from 0", x, ne=[2], offset=2)
     yield error(ShapeError, "offset is -4", x, ne=[2], offset=-4)
-    yield error(ShapeError, "nb is [24, 24]; legal: 1 positive multiples of 4", x, ne=[2, 2], nb=[24, 24])
+    yield error(ShapeError, "nb is [24, 24]; legal: 1 multiples of 4 from 0", x, ne=[2, 2], nb=[24, 24])
     yield error(ShapeError, "nb is [10]", x, ne=[2, 2], nb=[10])
     yield error(ShapeError, "VIEW: ne: ne [0, 2] must be 1 to 4 whole numbers >= 1", x, ne=[0, 2])
     yield error(ShapeError, "ne[0] is 48; legal for q8_0: multiples of its block of 32", Q8, ne=[48])

@@ -25,7 +25,7 @@ def view(x: Tensor, ne: Sequence[int], nb: Sequence[int] | None = None, offset: 
     up (len(ne) - 1 of them), None the strides of rows without gaps.
 
     The view may reach beyond x's own elements, yet not beyond the storage x lies in. For block types offset and
-    strides count whole blocks. Source: ggml_view_1d to ggml_view_4d.
+    strides count whole blocks. A stride of 0 repeats. Source: ggml_view_1d to ggml_view_4d.
 
     >>> import numpy as np, pyggml as pg
     >>> x = pg.tensor(np.arange(12, dtype=np.float32).reshape(3, 4))
@@ -38,8 +38,8 @@ def view(x: Tensor, ne: Sequence[int], nb: Sequence[int] | None = None, offset: 
     require(dims[0] % x.dtype.block == 0, "VIEW", f"ne[0] is {dims[0]}; legal for {x.dtype.name}: multiples of its block of {x.dtype.block}")
     strides = contiguous_nb(x.dtype, dims)
     if nb is not None:
-        fits = isinstance(nb, Sequence | np.ndarray) and len(nb) == len(ne) - 1 and all(is_whole(b) and b > 0 and b % unit == 0 for b in nb)
-        require(fits, "VIEW", f"nb is {nb!r}; legal: {len(ne) - 1} positive multiples of {unit}, the strides of dims 1 to {len(ne) - 1} in bytes")
+        fits = isinstance(nb, Sequence | np.ndarray) and len(nb) == len(ne) - 1 and all(is_whole(b) and b >= 0 and b % unit == 0 for b in nb)
+        require(fits, "VIEW", f"nb is {nb!r}; legal: {len(ne) - 1} multiples of {unit} from 0, the strides of dims 1 to {len(ne) - 1} in bytes")
         s = [unit, *(int(b) for b in nb)]
         while len(s) < 4:
             s.append(s[-1] * (dims[len(s) - 1] if len(s) > 1 else dims[0] // x.dtype.block))

@@ -105,10 +105,14 @@ def _own_cases() -> Iterator[Case]:
     yield case(leaf(F16, (40, 50, 2), perm=(1, 0, 2)), leaf(BF16, (70, 50, 4), perm=(1, 0, 2)), note="both transposed")
     yield case(f32(3, 20, 50, perm=(2, 1, 0)), f32(6, 50, 17, perm=(2, 0, 1)), note="batch innermost")
     yield case(f32(64, 20, gap=7), f32(64, 9, gap=1), note="gaps between rows")
+    for t in ("f32", "f16", "bf16", "q8_0"):
+        yield case(leaf(t, (64, 37, 6, 2)), f32(64, 41, 2, 4), note="b repeated")
+        yield case(leaf(t, (64, 5, 6, 2)), f32(64, 3, 3), note="b repeated")
     # The chunked scan: C B^T per group from rows of the conv output, then (masked) M times x with time as the inner dim.
     yield case(f32(128, 2, 64, 3, perm=(0, 2, 1, 3)), f32(128, 2, 64, 3, perm=(0, 2, 1, 3)), note="ssd C B^T")
     yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(64, 64, 6, 3), note="ssd M x")
     yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(128, 6, 64, 3, perm=(1, 2, 0, 3)), note="ssd state of a chunk")
+    yield case(f32(128, 32, 6, 3), f32(128, 2, 64, 3, perm=(0, 2, 1, 3)), note="ssd state times C")
 
 
 @mul_mat.errors
@@ -117,8 +121,8 @@ def _mul_mat_errors() -> Iterator[ErrorCase]:
     yield error(DTypeError, "MUL_MAT: a is iq2_s; legal: f32, f16, bf16", leaf("iq2_s", (256, 2)), f32(256, 3))
     yield error(DTypeError, "MUL_MAT: b is q8_0; legal: f32, f16, bf16", f32(32, 2), leaf("q8_0", (32, 3)))
     yield error(ShapeError, "a has ne [5, 2, 1, 1] and b [4, 3, 1, 1]; dim 0 must be the same K", f32(5, 2), f32(4, 3))
-    yield error(ShapeError, "in dim 2, 3 must divide 4", f32(4, 2, 3), f32(4, 2, 4))
-    yield error(ShapeError, "in dim 3, 2 must divide 1", f32(4, 2, 1, 2), f32(4, 2, 1, 1))
+    yield error(ShapeError, "in dim 2, one of 3 and 4 must divide the other", f32(4, 2, 3), f32(4, 2, 4))
+    yield error(ShapeError, "in dim 3, one of 2 and 3 must divide the other", f32(4, 2, 1, 2), f32(4, 2, 1, 3))
     yield error(ShapeError, "a is q8_0 with nb [68, 34, 136, 136]; blocks of a row must follow each other",
                 Leaf(Q8_0, (64, 2, 1, 1), (68, 34, 136, 136)), f32(64, 3))
 
@@ -129,5 +133,7 @@ def _mul_mat_random(draw: Draw) -> Case:
     k = a_type.block * draw.integer(1, 4) if a_type.is_quantized else draw_dim(draw, 300)
     a2, a3, m, n = (draw.integer(1, 3), draw.integer(1, 2), draw_dim(draw, 33), draw_dim(draw, 33))
     a_ne, b_ne = (k, m, a2, a3), (k, n, a2 * draw.integer(1, 3), a3 * draw.integer(1, 2))
+    if draw.integer(1, 4) == 1:  # b repeated: not in ggml
+        a_ne, b_ne = (k, m, *b_ne[2:]), (k, n, a2, a3)
     a = leaf(a_type, a_ne) if a_type.is_quantized else draw_leaf(draw, a_type, a_ne)
     return case(a, draw_leaf(draw, draw.choice(ACTIVATION_TYPES) if a_type is F32 else F32, b_ne))

@@ -1,12 +1,14 @@
-"""CPU kernels of MUL_MAT: dot products for any operands, and outer products where the rows of `a` stand side by side in memory.
+"""CPU kernels of MUL_MAT in float32: dot products for few columns, outer products for more. Bfloat16 is in panels.py.
 
 `mul_mat`: the result is cut into items, blocks of m x n of one batch. Along K an item goes in blocks of K_BLOCK: rows that are not
 plain float32 are brought to scratch as such (dequantized, widened, gathered, padded with zeros to whole vectors), then tiles
 of 16 dot products are computed in registers. A dot product always has 16 partial sums, element k of the block in sum
-k % 16, added in the order of `sums_of_lanes`; blocks of K are added in order. So its bits depend on its two rows alone.
+k % 16, added in the order of `sums_of_lanes`; blocks of K are added in order.
 
-`mul_mat_outer`: where `a` is transposed by stride (chunk states, values of the state-space product), K is the outer loop and
-nothing is packed: 64 results side by side are held in registers per column, each summed over k in order, in blocks of K.
+`mul_mat_blocks`: K is the outer loop. A block of `a` is brought to panels in which 32 rows stand side by side for each k, and a tile of
+32 x 8 results stays in registers, each summed over k in order, in blocks of K_OUTER.
+
+In both, the bits of a result depend on its two rows alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyggml.cpu.simd import LOAD, Helper, at, helper, intrinsic, ld_f32, st_f32, zero_bytes
+from pyggml.cpu.simd import F0, LOAD, Helper, at, copy_bytes, helper, intrinsic, ld_f32, st_f32, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
 from pyggml.dtypes import F32
 from pyggml.ops.matmul import gemv, words
@@ -183,13 +185,13 @@ def mul_mat(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0: Any, i
     a_packed = at(turn, 4 * LANES * LANES)
     b_packed = at(a_packed, M_BLOCK * ROW)
     n_mb, n_nb = (a.ne1 + mb - 1) // mb, (b.ne1 + nb - 1) // nb
-    r2, r3 = b.ne2 // a.ne2, b.ne3 // a.ne3
     for item in range(i0, i1):
         m0, rest = item % n_mb * mb, item // n_mb
         n0, batch = rest % n_nb * nb, rest // n_nb
-        i2, i3 = batch % b.ne2, batch // b.ne2
+        i2, i3 = batch % out.ne2, batch // out.ne2
         m, n1 = min(mb, a.ne1 - m0), min(n0 + nb, b.ne1)
-        a_p, b_p = at(a.p, m0 * a.nb1 + i2 // r2 * a.nb2 + i3 // r3 * a.nb3), at(b.p, i2 * b.nb2 + i3 * b.nb3)
+        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
+        b_p = at(b.p, i2 // (out.ne2 // b.ne2) * b.nb2 + i3 // (out.ne3 // b.ne3) * b.nb3)
         o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
         for k0 in range(0, a.ne0, K_BLOCK):
             k = min(K_BLOCK, a.ne0 - k0)
@@ -219,26 +221,31 @@ def mul_mat(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0: Any, i
                                     st_f32(o, r, ld_f32(o, r) + ld_f32(s, r))
 
 
-# -- outer products ---------------------------------------------------------------------------------------------------------
+# -- blocks of outer products ---------------------------------------------------------------------------------------------
 
 K_OUTER = 256  # partial sums of so many terms, so that rounding does not grow with K
-OUTER_COLS = 4
+P_ROWS, P_COLS = 32, 8  # of a tile; a panel of `a` holds P_ROWS rows, element by element of K
+P_STEP = P_ROWS * 4  # bytes of a panel from one k to the next
+B_COLS = 64  # columns of b that are brought to scratch at a time
+B_STEP = B_COLS * 4
+P_BLOCK = 128  # rows of an item
+MIN_COLS = 17  # fewer: turning `a` costs more than sums over lanes do
 
 
-def _outer(b: Any, ir: Any, vectors: int, cols: int, at_once: int, operands: Any) -> None:
-    """vectors * 16 x cols results: for each k, side-by-side elements of `a` times one element of each column of `x`.
-    `first`: 1 to store, 0 to add to what is there. `at_once`: as many vectors of a column as stay in registers."""
-    a, a_k, x, x_k, x_col, n, dst, dst_col, first = operands
+@intrinsic("void(ptr, ptr, i64, i64, i64, ptr, i64, i64)")
+def outer_tile(b: Any, ir: Any, a: Any, x: Any, x_k: Any, x_col: Any, n: Any, dst: Any, dst_col: Any, first: Any) -> None:
+    """P_ROWS x P_COLS results: for each k a panel's 32 elements times one element of each column. (panel, x, bytes to the next k, to
+    the next column, terms, dst, bytes of a column, first: 1 to store, 0 to add to what is there)."""
     i64, zero, f32 = ir.IntType(64), float_constant(ir, 0.0), ir.FloatType().as_pointer()
-    x_cols = [b.gep(x, [b.mul(x_col, i64(c))]) for c in range(cols)]
-    for v0 in range(0, vectors, at_once):
-        places = [(v, c) for c in range(cols) for v in range(v0, v0 + at_once)]
+    x_cols = [b.gep(x, [b.mul(x_col, i64(c))]) for c in range(P_COLS)]
+    at_once = P_COLS if wide_registers() else 2
+    for c0 in range(0, P_COLS, at_once):
+        places = [(v, c) for c in range(c0, c0 + at_once) for v in range(P_ROWS // LANES)]
 
-        def term(i: Any, acc: list[Any], places: list[tuple[int, int]] = places, v0: int = v0) -> list[Any]:
-            row = b.gep(a, [b.mul(i, a_k)])
-            av = {v: load_floats(b, ir, b.gep(row, [i64(v * LANES * 4)])) for v in range(v0, v0 + at_once)}
-            offset = b.mul(i, x_k)
-            xv = [splat(b, ir, b.load(b.bitcast(b.gep(p, [offset]), f32), align=4)) for p in x_cols]
+        def term(i: Any, acc: list[Any], places: list[tuple[int, int]] = places, c0: int = c0) -> list[Any]:
+            row, offset = b.gep(a, [b.mul(i, i64(P_STEP))]), b.mul(i, x_k)
+            av = [load_floats(b, ir, b.gep(row, [i64(v * LANES * 4)])) for v in range(P_ROWS // LANES)]
+            xv = {c: splat(b, ir, b.load(b.bitcast(b.gep(x_cols[c], [offset]), f32), align=4)) for c in range(c0, c0 + at_once)}
             return [multiply_add(b, ir, av[v], xv[c], s) for (v, c), s in zip(places, acc, strict=True)]
 
         for (v, c), total in zip(places, loop(b, ir, n, [zero] * len(places), term), strict=True):
@@ -246,86 +253,132 @@ def _outer(b: Any, ir: Any, vectors: int, cols: int, at_once: int, operands: Any
             store_floats(b, place, b.select(b.icmp_signed("!=", first, i64(0)), total, b.fadd(load_floats(b, ir, place), total)))
 
 
-_OUTER = "void(ptr, i64, ptr, i64, i64, i64, ptr, i64, i64)"
+@helper
+def panel_of_columns(panel: Any, src: Any, nb0: Any, _nb1: Any, m: Any, k0: Any, n: Any, _rows: Any, _turn: Any) -> None:
+    """A panel of m <= P_ROWS rows that stand side by side, elements k0 to k0 + n."""
+    for k in range(n):
+        if m == P_ROWS:
+            copy_bytes(at(panel, k * P_STEP), at(src, (k0 + k) * nb0), P_STEP)
+        else:
+            copy_bytes(at(panel, k * P_STEP), at(src, (k0 + k) * nb0), m * 4)
 
 
-@intrinsic(_OUTER)
-def outer_4x4(b: Any, ir: Any, *operands: Any) -> None:
-    """64 rows, 4 columns: (a, bytes to the next k, x, bytes to the next k, to the next column, terms, dst, bytes of a column, first)."""
-    _outer(b, ir, 4, 4, 4 if wide_registers() else 1, operands)
+@helper
+def panel_of_rows(panel: Any, src: Any, nb0: Any, nb1: Any, m: Any, k0: Any, n: Any, rows: Any, turn: Any) -> None:
+    """The same of any rows, 16 at a time: brought to `rows` where they are not plain float32, then turned."""
+    for r in range(0, m, LANES):
+        p, row = at(src, r * nb1 + k0 * 4), nb1
+        if PACK_A or m - r < LANES:
+            pack_a(rows, at(src, r * nb1), nb0, nb1, min(LANES, m - r), k0, n, turn)
+            p, row = rows, ROW
+        for k in range(0, n, LANES):
+            transpose_16x16(at(panel, k * P_STEP + r * 4), P_STEP, at(p, k * 4), row)
 
 
-@intrinsic(_OUTER)
-def outer_4x1(b: Any, ir: Any, *operands: Any) -> None:
-    """64 rows, 1 column; operands as outer_4x4."""
-    _outer(b, ir, 4, 1, 4, operands)
+@helper
+def load_b(_p: Any, _i: Any) -> Any:
+    """An element of b as float32; bound to its type."""
 
 
-@intrinsic(_OUTER)
-def outer_1x4(b: Any, ir: Any, *operands: Any) -> None:
-    """16 rows, 4 columns; operands as outer_4x4."""
-    _outer(b, ir, 1, 4, 1, operands)
+@helper
+def columns_of(dst: Any, src: Any, nb0: Any, nb1: Any, cols: Any, n: Any) -> None:
+    """B_COLS columns of b, element by element of K; zeros beyond the last one."""
+    for k in range(n if SIDE_BY_SIDE else 0):
+        if cols == B_COLS:
+            copy_bytes(at(dst, k * B_STEP), at(src, k * nb0), B_STEP)
+        else:
+            copy_bytes(at(dst, k * B_STEP), at(src, k * nb0), cols * 4)
+            zero_bytes(at(dst, k * B_STEP + cols * 4), B_STEP - cols * 4)
+    for c in range(0 if SIDE_BY_SIDE else -(-cols // P_COLS) * P_COLS):
+        for k in range(n):
+            st_f32(at(dst, k * B_STEP), c, load_b(at(src, k * nb0 + c * nb1), 0) if c < cols else F0)
 
 
-@intrinsic(_OUTER)
-def outer_1x1(b: Any, ir: Any, *operands: Any) -> None:
-    """16 rows, 1 column; operands as outer_4x4."""
-    _outer(b, ir, 1, 1, 1, operands)
+def _columns(a: Tensor) -> bool:
+    """True when rows of float32 stand side by side."""
+    return a.dtype is F32 and a.nb[1] == 4 and a.nb[0] != 4
 
 
-def _not_outer(node: Node) -> str | None:
+def _not_blocks(node: Node) -> str | None:
+    n, least = node.out.ne[1], 2 if _columns(_ab(node)[0]) else MIN_COLS
+    return f"{n} columns, fewer than {least}" if n < least else None
+
+
+def _panel_blocks(node: Node) -> tuple[int, int]:
+    """Rows and columns of an item, from the shape alone: smaller until there are items for some threads."""
+    m, n, b2, b3 = node.out.ne
+    mb, nb = P_BLOCK, N_BLOCK
+    while -(-m // mb) * -(-n // nb) * b2 * b3 < MIN_ITEMS and nb > B_COLS:
+        nb //= 2
+    while -(-m // mb) * -(-n // nb) * b2 * b3 < MIN_ITEMS and mb > P_ROWS:
+        mb //= 2
+    return mb, nb
+
+
+def _panel_items(node: Node) -> int:
+    (m, n, b2, b3), (mb, nb) = node.out.ne, _panel_blocks(node)
+    return -(-m // mb) * -(-n // nb) * b2 * b3
+
+
+def _panel_chunk(node: Node) -> int:
+    mb, nb = _panel_blocks(node)
+    return CHUNK_PRODUCTS // (min(mb, node.out.ne[0]) * min(nb, node.out.ne[1]) * _ab(node)[0].ne[0])
+
+
+def _panel_scratch(node: Node) -> int:
+    return P_BLOCK * K_OUTER * 4 + LANES * ROW + 4 * LANES * LANES + B_STEP * K_OUTER + P_STEP * P_COLS
+
+
+def _panel_binds(node: Node) -> dict[str, Any]:
     a, b = _ab(node)
-    if a.dtype is not F32 or b.dtype is not F32:
-        return "an operand is not f32"
-    if a.nb[1] != 4 or a.nb[0] == 4:
-        return "the rows of a do not stand side by side"
-    return f"m is {a.ne[1]}, no multiple of {LANES}" if a.ne[1] % LANES else None
+    plain_a = a.dtype is F32 and a.nb[0] == 4 and a.ne[0] % LANES == 0
+    packer = _packer(a) if not _is_plain(a) else pack_rows.bind(widen=DEQUANT_ROW["f32"], BLOCK=1, NBYTES=4)
+    panel = panel_of_columns if _columns(a) else panel_of_rows.bind(PACK_A=not plain_a, pack_a=packer)
+    return {"panel_a": panel, "PACK_B": not (b.dtype is F32 and b.nb[0] == 4),
+            "columns_b": columns_of.bind(load_b=LOAD[b.dtype.name], SIDE_BY_SIDE=b.dtype is F32 and b.nb[1] == 4)}
 
 
-def _outer_blocks(node: Node) -> tuple[int, int]:
-    """Rows and columns of an item: as many columns as keep the item's part of `a` (64 rows of K) in the cache for long."""
-    m, n, _, _ = node.out.ne
-    return (M_BLOCK if m % M_BLOCK == 0 else LANES), min(N_BLOCK // 4, -(-n // OUTER_COLS) * OUTER_COLS)
+panel_a, columns_b, SIDE_BY_SIDE = panel_of_rows, columns_of, False  # bound
 
 
-def _outer_items(node: Node) -> int:
-    (m, n, b2, b3), (mb, nb) = node.out.ne, _outer_blocks(node)
-    return m // mb * -(-n // nb) * b2 * b3
-
-
-def _outer_chunk(node: Node) -> int:
-    mb, nb = _outer_blocks(node)
-    return CHUNK_PRODUCTS // (mb * min(nb, node.out.ne[1]) * _ab(node)[0].ne[0])
-
-
-def _outer_binds(node: Node) -> dict[str, Any]:
-    whole = node.out.ne[0] % M_BLOCK == 0
-    return {"outer_tile": outer_4x4 if whole else outer_1x4, "outer_edge": outer_4x1 if whole else outer_1x1}
-
-
-outer_tile, outer_edge = outer_4x4, outer_4x1  # bound
-
-
-@kernel("MUL_MAT", "cpu", when=_not_outer, items=_outer_items, chunk=_outer_chunk, params=_outer_blocks, bind=_outer_binds)
-def mul_mat_outer(out: Any, a: Any, b: Any, mb: Any, nb: Any, i0: Any, i1: Any) -> None:
-    """Items [i0, i1), blocks of m fastest."""
-    n_mb, n_nb = a.ne1 // mb, (b.ne1 + nb - 1) // nb
-    r2, r3 = b.ne2 // a.ne2, b.ne3 // a.ne3
+@kernel("MUL_MAT", "cpu", when=_not_blocks, items=_panel_items, chunk=_panel_chunk, params=_panel_blocks, bind=_panel_binds, scratch=_panel_scratch)
+def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Items [i0, i1), blocks of m fastest. Scratch: panels of a, rows of it, a 16 x 16 block being turned, columns of b, a tile."""
+    rows = at(scratch, P_BLOCK * K_OUTER * 4)
+    turn = at(rows, LANES * ROW)
+    columns = at(turn, 4 * LANES * LANES)
+    tile = at(columns, B_STEP * K_OUTER)
+    n_mb, n_nb = (a.ne1 + mb - 1) // mb, (b.ne1 + nb - 1) // nb
     for item in range(i0, i1):
         m0, rest = item % n_mb * mb, item // n_mb
         n0, batch = rest % n_nb * nb, rest // n_nb
-        i2, i3 = batch % b.ne2, batch // b.ne2
-        n1 = min(n0 + nb, b.ne1)
-        whole = n0 + (n1 - n0) // OUTER_COLS * OUTER_COLS
-        a_p, b_p = at(a.p, m0 * 4 + i2 // r2 * a.nb2 + i3 // r3 * a.nb3), at(b.p, i2 * b.nb2 + i3 * b.nb3)
+        i2, i3 = batch % out.ne2, batch // out.ne2
+        m, n1 = min(mb, a.ne1 - m0), min(n0 + nb, b.ne1)
+        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
+        b_p = at(b.p, i2 // (out.ne2 // b.ne2) * b.nb2 + i3 // (out.ne3 // b.ne3) * b.nb3)
         o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
         for k0 in range(0, a.ne0, K_OUTER):
             k, first = min(K_OUTER, a.ne0 - k0), 1 if k0 == 0 else 0
-            a_k = at(a_p, k0 * a.nb0)
-            for j in range(n0, whole, OUTER_COLS):
-                outer_tile(a_k, a.nb0, at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1, k, at(o_p, j * out.nb1), out.nb1, first)
-            for j in range(whole, n1):
-                outer_edge(a_k, a.nb0, at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1, k, at(o_p, j * out.nb1), out.nb1, first)
+            for r in range(0, m, P_ROWS):
+                panel_a(at(scratch, r * K_OUTER * 4), at(a_p, r * a.nb1), a.nb0, a.nb1, min(P_ROWS, m - r), k0, k, rows, turn)
+            for j in range(n0, n1, P_COLS):
+                cols = min(P_COLS, n1 - j)
+                x, x_k, x_col = at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1
+                if PACK_B or cols < P_COLS:
+                    place = (j - n0) % B_COLS if PACK_B else 0
+                    if place == 0:
+                        columns_b(columns, x, x_k, x_col, min(B_COLS, n1 - j), k)
+                    x, x_k, x_col = at(columns, place * 4), B_STEP, 4
+                for r in range(0, m, P_ROWS):
+                    o, panel = at(o_p, r * 4 + j * out.nb1), at(scratch, r * K_OUTER * 4)
+                    if m - r >= P_ROWS and cols == P_COLS:
+                        outer_tile(panel, x, x_k, x_col, k, o, out.nb1, first)
+                        continue
+                    outer_tile(panel, x, x_k, x_col, k, tile, P_STEP, 1)
+                    for c in range(cols):
+                        to, of = at(o, c * out.nb1), at(tile, c * P_STEP)
+                        for i in range(min(P_ROWS, m - r)):
+                            st_f32(to, i, ld_f32(of, i) if first == 1 else ld_f32(to, i) + ld_f32(of, i))
 
 
 # Registered later, so tried first: few columns, whole numbers before float32.

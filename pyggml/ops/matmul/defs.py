@@ -17,13 +17,15 @@ ACTIVATION_TYPES = (F32, F16, BF16)
 def mul_mat(a: Tensor, b: Tensor) -> Spec:
     """Dot products of the rows of a with the rows of b: out[i, j] = sum over k of a[k, i] b[k, j].
 
-    a: [K, m, a2, a3] of f32, f16, bf16 or a block type (pyggml.quants.WEIGHT_TYPES). b: [K, n, b2, b3] of f32, f16 or bf16, where a2 divides b2 and
-    a3 divides b3: b's batch i2 reads a's batch i2 // (b2 / a2). Out: f32 [m, n, b2, b3]. Any strides, also in dim 0 (a
-    transposed matrix need not be copied); only block types keep their rows whole.
+    a: [K, m, a2, a3] of f32, f16, bf16 or a block type (quants.WEIGHT_TYPES). b: [K, n, b2, b3] of f32, f16 or bf16, where a2
+    divides b2 or b2 divides a2 (ggml has the first alone), and so in dim 3. Out: f32 [m, n, o2, o3], the larger of them; its batch
+    i2 reads a's batch i2 // (o2 / a2). Any strides, also in dim 0 (a transposed matrix need not be copied); only block types keep
+    their rows whole.
 
     Values are widened to float32 (block types dequantized), products and sums are float32; b is not quantized. With quantized
     weights and more than 16 columns a backend may round both sides to bfloat16 where its CPU multiplies that faster (`prec="f32"`
-    keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads are.
+    keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads
+    are, one of up to 16 columns and one of more.
     Source: ggml_mul_mat.
 
     >>> import numpy as np, pyggml as pg
@@ -35,10 +37,11 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
     require_type("MUL_MAT", "b", b, *ACTIVATION_TYPES)
     require(a.ne[0] == b.ne[0], "MUL_MAT", f"a has ne {list(a.ne)} and b {list(b.ne)}; dim 0 must be the same K")
     for d in (2, 3):
-        require(b.ne[d] % a.ne[d] == 0, "MUL_MAT", f"a has ne {list(a.ne)} and b {list(b.ne)}; in dim {d}, {a.ne[d]} must divide {b.ne[d]}")
+        require(b.ne[d] % a.ne[d] == 0 or a.ne[d] % b.ne[d] == 0, "MUL_MAT",
+                f"a has ne {list(a.ne)} and b {list(b.ne)}; in dim {d}, one of {a.ne[d]} and {b.ne[d]} must divide the other")
     require(not a.dtype.is_quantized or a.rows_contiguous, "MUL_MAT",
             f"a is {a.dtype.name} with nb {list(a.nb)}; blocks of a row must follow each other")
-    return out(F32, a.ne[1], b.ne[1], b.ne[2], b.ne[3])
+    return out(F32, a.ne[1], b.ne[1], max(a.ne[2], b.ne[2]), max(a.ne[3], b.ne[3]))
 
 
 @mul_mat.limits
@@ -53,7 +56,8 @@ def _mul_mat_limit(node: Node) -> float:
 @mul_mat.reference
 def _mul_mat(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     for axis in (0, 1):
-        a = np.repeat(a, b.shape[axis] // a.shape[axis], axis=axis)
+        n = max(a.shape[axis], b.shape[axis])
+        a, b = np.repeat(a, n // a.shape[axis], axis=axis), np.repeat(b, n // b.shape[axis], axis=axis)
     product: np.ndarray = b @ np.swapaxes(a, -1, -2)
     return product
 

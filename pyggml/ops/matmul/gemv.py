@@ -123,12 +123,34 @@ def operands_of(node: Node) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _not_few(node: Node) -> str | None:
+def _as_columns(t: Tensor) -> Tensor | None:
+    """All rows of t as those of one matrix; None where their addresses are not evenly spaced."""
+    rows = [(n, nb) for n, nb in zip(t.ne[1:], t.nb[1:], strict=True) if n > 1]
+    if any(nb != n_before * nb_before for (n_before, nb_before), (_, nb) in zip(rows, rows[1:], strict=False)):
+        return None
+    step = rows[0][1] if rows else t.nb[1]
+    return Tensor(t.dtype, (t.ne[0], t.n_rows, 1, 1), (t.nb[0], step, step * t.n_rows, step * t.n_rows), name=t.name, root=t.root, offs=t.offs)
+
+
+def flat_operands(node: Node) -> list[Tensor | None]:
+    """Result, a and b; batches of b are more columns of one product where a has none."""
     a, b = operands_of(node)
+    flat = _as_columns(b) if a.ne[2] * a.ne[3] == 1 and b.n_rows <= MAX_N else None
+    return [node.out, a, b] if flat is None else [_as_columns(node.out), a, flat]
+
+
+def columns_refused(node: Node) -> str | None:
+    """Why products of few columns do not take b."""
+    _, b = operands_of(node)
     if b.ne[1] > MAX_N:
         return f"{b.ne[1]} columns, more than {MAX_N}"
-    if b.dtype is not F32 or b.nb[0] != 4:
-        return "the columns of b are not float32 without gaps"
+    return "the columns of b are not float32 without gaps" if b.dtype is not F32 or b.nb[0] != 4 else None
+
+
+def _not_few(node: Node) -> str | None:
+    a, _ = operands_of(node)
+    if why := columns_refused(node):
+        return why
     if not a.dtype.is_quantized and a.nb[0] != a.dtype.nbytes:
         return "the rows of a have gaps"
     unit = UNITS.get(a.dtype.name)
@@ -139,8 +161,9 @@ def _not_few(node: Node) -> str | None:
 
 def row_items(node: Node) -> int:
     """16 rows of a batch each."""
-    m, _, b2, b3 = node.out.ne
-    return -(-m // LANES) * b2 * b3
+    out = flat_operands(node)[0]
+    assert out is not None
+    return -(-out.ne[0] // LANES) * out.ne[2] * out.ne[3]
 
 
 def row_chunk(node: Node) -> int:
@@ -151,8 +174,9 @@ def row_chunk(node: Node) -> int:
 
 def tile_columns(node: Node) -> int:
     """Columns of a tile: of as few tiles as possible, all alike."""
-    n = node.out.ne[1]
-    return -(-n // -(-n // MAX_COLS))
+    out = flat_operands(node)[0]
+    assert out is not None
+    return -(-out.ne[1] // -(-out.ne[1] // MAX_COLS))
 
 
 def _binds(node: Node) -> dict[str, Any]:
@@ -179,12 +203,13 @@ def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> Non
     """Items [i0, i1), rows fastest. Scratch: 16 sums, scales of 4 rows, then for each block of k partial sums of COLS columns x 16 rows."""
     n_mb, n_kb, tile = (a.ne1 + LANES - 1) // LANES, (a.ne0 + K_BLOCK - 1) // K_BLOCK, ROWS * a.nb1
     ahead = (AHEAD + tile - 1) // tile * tile  # whole tiles, or else rows of one would fetch each other's
-    scales, r2, r3 = at(scratch, LANES * 4), b.ne2 // a.ne2, b.ne3 // a.ne3
+    scales = at(scratch, LANES * 4)
     sums = at(scales, SCALES)
     for item in range(i0, i1):
         batch, m0 = item // n_mb, item % n_mb * LANES
-        i2, i3, m = batch % b.ne2, batch // b.ne2, min(LANES, a.ne1 - m0)
-        a_p, b_p = at(a.p, m0 * a.nb1 + i2 // r2 * a.nb2 + i3 // r3 * a.nb3), at(b.p, i2 * b.nb2 + i3 * b.nb3)
+        i2, i3, m = batch % out.ne2, batch // out.ne2, min(LANES, a.ne1 - m0)
+        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
+        b_p = at(b.p, i2 // (out.ne2 // b.ne2) * b.nb2 + i3 // (out.ne3 // b.ne3) * b.nb3)
         o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
         for j in range(0, b.ne1, COLS):
             first = min(j, b.ne1 - COLS)  # the last tile may compute columns again: they come out the same
@@ -202,4 +227,4 @@ def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> Non
                     copy_bytes(o, scratch, m * 4)
 
 
-OPTIONS: dict[str, Any] = {"when": _not_few, "items": row_items, "chunk": row_chunk, "bind": _binds, "scratch": _scratch}
+OPTIONS: dict[str, Any] = {"when": _not_few, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "bind": _binds, "scratch": _scratch}

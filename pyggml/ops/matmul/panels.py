@@ -51,7 +51,7 @@ def _ab(node: Node) -> tuple[Tensor, Tensor]:
 def _tokens(node: Node) -> tuple[int, int]:
     """Tokens of a batch and batches: the batches of b are more tokens where a has none."""
     a, b = _ab(node)
-    return (b.n_rows, 1) if a.ne[2] * a.ne[3] == 1 else (b.ne[1], b.ne[2] * b.ne[3])
+    return (b.n_rows, 1) if a.ne[2] * a.ne[3] == 1 else (b.ne[1], node.out.ne[2] * node.out.ne[3])
 
 
 def _planes(a: Tensor) -> tuple[int, int]:
@@ -108,10 +108,10 @@ def pack_tokens(out: Any, b: Any, batched: Any, scratch: Any, i0: Any, i1: Any) 
 def _prepare(node: Node) -> Prepared:
     a, b = _ab(node)
     planes = _planes(a)[1]
-    (n, batches), tiles = _tokens(node), _k_tiles(a)
+    batched = int(a.ne[2] * a.ne[3] > 1)
+    (n, _), tiles, batches = _tokens(node), _k_tiles(a), b.ne[2] * b.ne[3] if batched else 1
     blocks = -(-n // BLOCK) * (BLOCK // LANES)
     packed = Tensor(BF16, (TILE // 2, planes * tiles, blocks, batches), name=f"{b.name} (tiles)")
-    batched = int(a.ne[2] * a.ne[3] > 1)
     return Prepared(pack_tokens, b, packed, (batched, planes), {"items": blocks * batches, "chunk": max(1, 16384 // (LANES * b.ne[0])), "params": (batched,),
                                                                "bind": _pack_binds(b, planes), "scratch": 4 * TILE_K})
 
@@ -207,7 +207,7 @@ def _split(node: Node) -> str | None:
     return _not_tiles(node) or (None if _planes(_ab(node)[0]) != (1, 1) else "the weights are quantized")
 
 
-def mul_mat_panels(out: Any, a: Any, _b: Any, tokens: Any, mb: Any, nb: Any, n: Any, scratch: Any, i0: Any, i1: Any) -> None:
+def mul_mat_panels(out: Any, a: Any, b: Any, tokens: Any, mb: Any, nb: Any, n: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Items [i0, i1), blocks of rows fastest."""
     tile_c = at(scratch, LANES * WIDE_ROW)
     tiles = at(tile_c, BLOCK * BLOCK * 4)
@@ -219,7 +219,8 @@ def mul_mat_panels(out: Any, a: Any, _b: Any, tokens: Any, mb: Any, nb: Any, n: 
         i2, i3 = batch % out.ne2, batch // out.ne2
         m1, n1 = min(m0 + mb, a.ne1), min(n0 + nb, n)
         a_p = at(a.p, i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
-        o_p, x_p = at(out.p, i2 * out.nb2 + i3 * out.nb3), at(tokens.p, batch * tokens.nb3)
+        o_p = at(out.p, i2 * out.nb2 + i3 * out.nb3)
+        x_p = at(tokens.p, (i3 // (out.ne3 // b.ne3) * b.ne2 + i2 // (out.ne2 // b.ne2)) * tokens.nb3 if tokens.ne3 > 1 else 0)
         for k0 in range(0, a.ne0, P_K):
             k = min(P_K, a.ne0 - k0)
             n_tiles, first = (k + TILE_K - 1) // TILE_K, 1 if k0 == 0 else 0

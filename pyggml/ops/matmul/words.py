@@ -28,7 +28,7 @@ from pyggml.cpu.vector import (
     wide_registers,
 )
 from pyggml.dtypes import F32
-from pyggml.ops.matmul.gemv import AHEAD, MAX_COLS, MAX_N, ROWS, SUMS, add_sums_16, operands_of, row_chunk, row_items, tile_columns
+from pyggml.ops.matmul.gemv import AHEAD, MAX_COLS, ROWS, SUMS, add_sums_16, columns_refused, flat_operands, operands_of, row_chunk, row_items, tile_columns
 from pyggml.quants.words_cpu import OFFSETS, SUPER, UNPACKED, WORDS, Words
 from pyggml.registry import Prepared
 from pyggml.tensor import Node, Tensor
@@ -93,7 +93,8 @@ def quantize_columns(out: Any, x: Any, i0: Any, i1: Any) -> None:
 
 
 def _quantized(node: Node) -> Prepared:
-    _, x = operands_of(node)
+    x = flat_operands(node)[2]
+    assert x is not None
     words = -(-x.ne[0] // SUPER) * X_BYTES // 4
     out = Tensor(F32, (words, *x.ne[1:]), name=f"{x.name} (16 bits)")
     return Prepared(quantize_columns, x, out, (), {"items": x.n_rows, "chunk": max(1, 4096 // x.ne[0])})
@@ -210,12 +211,8 @@ globals().update({t.name: t for t in TILES.values()})  # a compiling process fin
 
 
 def _not_words(node: Node) -> str | None:
-    a, b = operands_of(node)
-    if a.dtype.name not in WORDS:
-        return f"a is {a.dtype.name}"
-    if b.dtype is not F32 or b.nb[0] != 4:
-        return "the columns of b are not float32 without gaps"
-    return f"{b.ne[1]} columns, more than {MAX_N}" if b.ne[1] > MAX_N else None
+    a, _ = operands_of(node)
+    return f"a is {a.dtype.name}" if a.dtype.name not in WORDS else columns_refused(node)
 
 
 def _binds(node: Node) -> dict[str, Any]:
@@ -237,14 +234,15 @@ def _scratch(_: Node) -> int:
 
 def mul_mat_words(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, what is unpacked, partial sums of COLS columns x 16 rows."""
-    n_mb, tile, r2, r3 = (a.ne1 + LANES - 1) // LANES, ROWS * a.nb1, x.ne2 // a.ne2, x.ne3 // a.ne3
+    n_mb, tile = (a.ne1 + LANES - 1) // LANES, ROWS * a.nb1
     ahead = (AHEAD + tile - 1) // tile * tile
     unpacked, sums = at(scratch, LANES * 4), at(scratch, LANES * 4 + 2 * ROWS * UNPACKED)
     n_whole, n_left = a.ne0 // SUPER, a.ne0 % SUPER // 32
     for item in range(i0, i1):
         batch, m0 = item // n_mb, item % n_mb * LANES
-        i2, i3, m = batch % x.ne2, batch // x.ne2, min(LANES, a.ne1 - m0)
-        a_p, x_p = at(a.p, m0 * a.nb1 + i2 // r2 * a.nb2 + i3 // r3 * a.nb3), at(x.p, i2 * x.nb2 + i3 * x.nb3)
+        i2, i3, m = batch % out.ne2, batch // out.ne2, min(LANES, a.ne1 - m0)
+        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
+        x_p = at(x.p, i2 // (out.ne2 // x.ne2) * x.nb2 + i3 // (out.ne3 // x.ne3) * x.nb3)
         o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
         for j in range(0, x.ne1, COLS):
             first = min(j, x.ne1 - COLS)  # the last tile may compute columns again: they come out the same
@@ -258,5 +256,5 @@ def mul_mat_words(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: 
                     copy_bytes(o, scratch, m * 4)
 
 
-OPTIONS: dict[str, Any] = {"when": _not_words, "rounds": True, "items": row_items, "chunk": row_chunk, "bind": _binds, "before": _quantized,
-                           "scratch": _scratch}
+OPTIONS: dict[str, Any] = {"when": _not_words, "rounds": True, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "bind": _binds,
+                           "before": _quantized, "scratch": _scratch}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from pyggml.dtypes import BF16, F16, F32, F64
 from pyggml.errors import ParamError
-from pyggml.registry import Cost, Spec, default_bytes, is_number, like, op, require, require_type
-from pyggml.tensor import Node, Tensor
+from pyggml.registry import Cost, Pointwise, Spec, default_bytes, is_number, like, op, require, require_type
+from pyggml.tensor import Node, Tensor, tensor
 
 KINDS = ("lower_diag", "lower", "upper_diag", "upper")
 
@@ -43,6 +45,22 @@ def _tri(x: np.ndarray, kind: str, dims: tuple[int, int], fill: float) -> np.nda
     j, i = (np.arange(x.shape[-1 - d]).reshape([-1 if axis == x.ndim - 1 - d else 1 for axis in range(x.ndim)]) for d in dims)
     keep = {"lower_diag": j <= i, "lower": j < i, "upper_diag": j >= i, "upper": j > i}[kind]
     return np.where(keep, x, fill)
+
+
+@functools.cache
+def _index(n: int, dim: int) -> Tensor:
+    """0 to n - 1 along a dim; float64 where float32 would round."""
+    dt = F32 if n <= 1 << 24 else F64
+    return tensor(np.arange(n, dtype=dt.np).reshape([n if d == dim else 1 for d in (3, 2, 1, 0)]), name=f"index {dim}")
+
+
+def _chosen(node: Node) -> tuple[str, list[Tensor]]:
+    """As a choice by column b and row c, so that it fuses with its neighbours."""
+    order = {"lower_diag": "b <= c", "lower": "b < c", "upper_diag": "b >= c", "upper": "b > c"}[node.params["kind"]]
+    return f"a if {order} else fill", [_index(node.out.ne[d], d) for d in node.params["dims"]]
+
+
+tri.pointwise = Pointwise("", ("fill",), select=_chosen)
 
 
 @tri.cost

@@ -1,0 +1,1 @@
+"""The chunked state-space product as one op."""
