@@ -23,8 +23,8 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
     their rows whole.
 
     Values are widened to float32 (block types dequantized), products and sums are float32; b is not quantized. With quantized
-    weights and more than 16 columns a backend may round both sides to bfloat16 where its CPU multiplies that faster (`prec="f32"`
-    keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads
+    weights a backend may round b to 16 bits for each 256 values, and of more than 16 columns both sides to bfloat16, where its CPU multiplies
+    that faster (`prec="f32"` keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads
     are, one of up to 16 columns and one of more.
     Source: ggml_mul_mat.
 
@@ -46,11 +46,16 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
 
 @mul_mat.limits
 def _mul_mat_limit(node: Node) -> float:
-    """Of many columns: both sides rounded to 8 significant bits give 5.6e-6 at most, f16 and bf16 weights in planes of bfloat16 1.4e-11 (measured)."""
+    """Measured: of few columns, b rounded to 16 bits 1.4e-8 at most (q5_1, whose offsets cancel; else 4e-10); of many, both sides rounded to 8 significant bits 5.6e-6, f16 and bf16
+    weights in planes of bfloat16 1.4e-11."""
     a, b = node.src
     assert a is not None and b is not None
     few = (b.n_rows if a.ne[2] * a.ne[3] == 1 else b.ne[1]) <= 16
-    return 1e-12 if few or a.dtype is F32 or b.dtype is not F32 else 8e-6 if a.dtype.is_quantized else 3e-11
+    if a.dtype is F32 or b.dtype is not F32:
+        return 1e-12
+    if a.dtype.is_quantized:
+        return 5e-8 if few else 8e-6
+    return 1e-12 if few else 3e-11
 
 
 @mul_mat.reference
