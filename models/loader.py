@@ -16,7 +16,7 @@ from pyggml.gguf import GGUFFile, read_gguf
 from pyggml.graph import Graph
 from pyggml.models.base import HybridHParams, Weights, check_tensors, read_hparams
 from pyggml.models.layers import FORMS, SSM, MambaChoice
-from pyggml.models.ssd import check_chunk
+from pyggml.models.ssd import auto_form, check_chunk
 from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.quants import WEIGHT_TYPES
 from pyggml.runtime.batch import GraphInputs
@@ -154,19 +154,22 @@ class Model:
                        types={k: _cache_type(k, t) for k, t in (("type_k", type_k), ("type_v", type_v), ("type_r", type_r), ("type_s", type_s))})
 
     def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None,
-              precision: str = "f32") -> tuple[Tensor, list[Tensor]]:
-        """The logits of a ubatch and the in-place state updates, as tensors of one graph."""
+              precision: str = "f32", backend: str = "cpu") -> tuple[Tensor, list[Tensor]]:
+        """The logits of a ubatch and the in-place state updates, as tensors of one graph. `backend`: for which auto chooses."""
         if self.closed:
             raise ContextError(f"{self.file.path}: the model is closed")
         mem.updates = []
-        form = resolve_mamba2(mamba2)
+        form = mamba2 if callable(mamba2) else self.form_for(mamba2, inp.n_seq_tokens, precision, backend)
         logits = self._module.build(self.hparams, Weights(self.weights), inp, mem, MambaChoice(form, chunk, precision))
         return logits, mem.updates
 
-    def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str:
+    def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int, precision: str = "f32", backend: str = "cpu") -> str:
         """Name of the form that a graph of this many tokens per sequence takes."""
-        form = resolve_mamba2(mamba2)
-        return "user" if callable(form) else "scan" if n_seq_tokens == 1 else form
+        if callable(mamba2):
+            return "user"
+        if n_seq_tokens == 1 or not self.has_recurrent_state:
+            return "scan"
+        return auto_form(backend, n_seq_tokens, SSM(self.hparams).d_state, precision) if mamba2 == "auto" else mamba2
 
     def graph(self, n_tokens: int = 512, n_seqs: int = 1, mamba2: str | Callable[..., Any] = "ssd", chunk: int | str | None = None,
               ssd_precision: str = "f32", n_ctx: int | None = None) -> Graph:
@@ -222,11 +225,6 @@ def check_precision(precision: str) -> str:
     if precision not in SSD_PRECISIONS:
         raise ParamError(f"ssd_precision {precision!r}; legal: {', '.join(SSD_PRECISIONS)}")
     return precision
-
-
-def resolve_mamba2(mamba2: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    """`mamba2`, with `auto` replaced by the form that is faster: on the CPU the recurrence, at every number of tokens (`pyggml demo` prints both)."""
-    return "scan" if mamba2 == "auto" else mamba2
 
 
 def is_matrix(name: str) -> bool:

@@ -33,6 +33,17 @@ CHUNKS = (64, 32, 16)  # work per token is least near Q = 2 N P / (N + P), 85 fo
 PLAN_BYTES = 64 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, which decides the default chunk
 
 
+# SSD_SCAN is faster than SSM_SCAN from this many tokens per sequence on, by its precision, where a head's state is large enough to pay
+# for the products: `benches/ssd_scan.py --tokens 8,16,24,32,64`, one thread of two kinds of x86 CPU with AVX-512.
+FUSED_FROM = {"f32": 32, "bf16": 16}
+FUSED_STATE = 64
+
+
+def auto_form(backend: str, n_tokens: int, d_state: int, precision: str = "f32") -> str:
+    """The form that is fastest for a ubatch of n_tokens per sequence; backends other than cpu have the recurrence alone."""
+    return "ssd-fused" if backend == "cpu" and d_state >= FUSED_STATE and n_tokens >= FUSED_FROM[precision] else "scan"
+
+
 def default_chunk(n_tokens: int, n_seqs: int, n_head: int) -> int:
     """The largest chunk of CHUNKS for which the Q x Q decay matrices of all heads and chunks stay below PLAN_BYTES."""
     for q in CHUNKS:

@@ -13,6 +13,7 @@ import pyggml as pg
 from pyggml.errors import FormatError, ModelError, ParamError, ShapeError
 from pyggml.gguf import read_gguf
 from pyggml.models.base import Weights
+from pyggml.models.ssd import auto_form
 from pyggml.testing import fabricate, nmse
 
 ARCHS = ("mamba2", "granitehybrid", "nemotron_h")
@@ -318,3 +319,18 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(FormatError):
         pg.load_model(tmp_path / "x.gguf")
+
+
+def test_auto_takes_the_faster_form() -> None:
+    """The recurrence for few tokens and small states, SSD_SCAN beyond; a backend without that op keeps the recurrence."""
+    model = pg.load_model(pg.models.demo_path())
+    d_state = model.hparams.ssm_d_state
+    assert [auto_form("cpu", n, 128) for n in (2, 31, 32, 4096)] == ["scan", "scan", "ssd-fused", "ssd-fused"]
+    assert [auto_form("cpu", n, 128, "bf16") for n in (15, 16)] == ["scan", "ssd-fused"]
+    assert auto_form("cpu", 4096, 16) == auto_form("ggml", 4096, 128) == "scan"
+    for n in (1, 8, 100):
+        assert model.form_for("auto", n) == (auto_form("cpu", n, d_state) if n > 1 else "scan")
+        assert model.form_for("ssd", n) == ("ssd" if n > 1 else "scan")
+    ctx = model.context(backend="reference", n_ctx=64)
+    ctx.decode((IDS * 2)[:40])
+    assert ctx.forms_used() == "scan at 40"

@@ -66,7 +66,7 @@ def form_ran(model: Model, s: Settings, n_seq_tokens: int, n_seqs: int) -> Row:
     row: Row = {"mamba2": None, "chunk": None, "ssd_precision": None}
     if not model.has_recurrent_state:
         return row
-    ran = model.form_for(s.mamba2, n_seq_tokens)
+    ran = model.form_for(s.mamba2, n_seq_tokens, s.ssd_precision, s.backend)
     row["mamba2"] = form_name(s.mamba2) if ran == "user" else ran
     if ran == "ssd" or (ran != "scan" and s.chunk is not None):
         row["chunk"] = chunk_size(s.chunk, n_seq_tokens, n_seqs, SSM(model.hparams).n_head)

@@ -135,7 +135,7 @@ def traced_run(args: Namespace, sink: Sink) -> str:
 
 def about(args: Namespace, model: Model, n: int) -> str:
     """One line that tells a run from others."""
-    took = model.form_for(args.mamba2, n)
+    took = model.form_for(args.mamba2, n, args.ssd_precision, args.backend)
     words = [Path(model.file.path).name, form_name(args.mamba2) + ("" if took in (args.mamba2, "user") else f" ({took})")]
     if took == "ssd":
         words.append(f"chunk {args.chunk or 'by default'}")

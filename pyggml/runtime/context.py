@@ -45,10 +45,10 @@ class RunnableModel(Protocol):
         """Input tensors of a ubatch's graph."""
 
     def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None,
-              precision: str) -> tuple[Tensor, list[Tensor]]:
+              precision: str = "f32", backend: str = "cpu") -> tuple[Tensor, list[Tensor]]:
         """The logits of a ubatch and the in-place state updates."""
 
-    def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int) -> str:
+    def form_for(self, mamba2: str | Callable[..., Any], n_seq_tokens: int, precision: str = "f32", backend: str = "cpu") -> str:
         """Name of the Mamba2 form that a graph of this many tokens per sequence takes."""
 
 
@@ -223,7 +223,7 @@ class Context:
         if planned is None:
             start = time.perf_counter()
             inp = self.model.inputs(*key)
-            logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk, self.ssd_precision)
+            logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk, self.ssd_precision, self.backend.name)
             backend = self.backend if self.batch_backend is None or n_seq_tokens == 1 else self.batch_backend
             planned = self._plans[key] = Planned(inp, logits, backend.compile(Graph([logits, *updates])))
             if len(self._plans) > MAX_PLANS:
@@ -253,7 +253,7 @@ class Context:
 
     def forms_used(self) -> str:
         """The Mamba2 forms of the plans made so far, by tokens per sequence: `ssd at 600, scan at 1`."""
-        forms = {n: self.model.form_for(self.mamba2, n) for n, *_ in self._plans}
+        forms = {n: self.model.form_for(self.mamba2, n, self.ssd_precision, self.backend.name) for n, *_ in self._plans}
         return ", ".join(f"{form} at {n}" for n, form in sorted(forms.items(), reverse=True))
 
     @property

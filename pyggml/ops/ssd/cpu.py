@@ -17,6 +17,7 @@ padded with zeros in scratch. Operands are float32 or pairs of bfloat16 (blocks)
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from pyggml.cpu.blocks import (
@@ -172,29 +173,29 @@ def weigh_rows(m: Any, m_row: Any, cb: Any, cb_row: Any, sums: Any, steps: Any, 
 
 
 @helper
-def multiply_rows(y: Any, y_row: Any, c: Any, c_row: Any, s: Any, row: Any, words: Any, decays: Any, m: Any, m_row: Any, x: Any, i: Any, vectors: Any,
+def multiply_rows(y: Any, y_row: Any, c: Any, c_row: Any, s: Any, row: Any, words: Any, decays: Any, m: Any, m_row: Any, x: Any, i: Any, n: Any, vectors: Any,
                   with_skip: Any, skip: Any, plain_x: Any, plain_row: Any, soon: Any, soon_row: Any) -> None:
-    """y = decays (C S) + M x (+ skip plain_x) for rows i to i + 15, which y and m hold; rows of S and x have `row` bytes. Rows of `soon`, which
+    """y = decays (C S) + M x (+ skip plain_x) for rows i to i + 15, of n, which y and m hold; rows of S and x have `row` bytes. Rows of `soon`, which
     are written next, are fetched meanwhile: those of a head lie far apart."""
-    for r in range(0, LANES, ROWS):
+    for r in range(0, min(LANES, n - i), ROWS):
         for k in range(ROWS):
             prefetch_write(at(soon, (i + r + k) * soon_row), vectors)
-        o, c_r, m_r, n = at(y, r * y_row), at(c, (i + r) * c_row), at(m, r * m_row), (i + r + ROWS) // WORD
+        o, c_r, m_r, m_words = at(y, r * y_row), at(c, (i + r) * c_row), at(m, r * m_row), (i + r + ROWS) // WORD
         f, own, v = at(decays, (i + r) * 4), at(plain_x, (i + r) * plain_row), 0
         while v < vectors:
             p = v * LANES * 4
             left = vectors - v
             if left == 1:
-                two_1(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
+                two_1(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, m_words, with_skip, skip, at(own, p), plain_row)
                 v += 1
             elif left % 2 == 1:
-                two_3(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
+                two_3(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, m_words, with_skip, skip, at(own, p), plain_row)
                 v += 3
             elif TILES and left >= 4:
-                two_4(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
+                two_4(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, m_words, with_skip, skip, at(own, p), plain_row)
                 v += 4
             else:
-                two_2(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, n, with_skip, skip, at(own, p), plain_row)
+                two_2(at(o, p), y_row, c_r, c_row, at(s, p), row, words, f, m_r, m_row, at(x, p), row, m_words, with_skip, skip, at(own, p), plain_row)
                 v += 2
 
 
@@ -242,11 +243,6 @@ def _padded(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def _word(node: Node) -> int:
-    """Elements of an operand in 32 bits."""
-    return 2 if node.params["precision"] == "bf16" else 1
-
-
 def _chunk_and_heads(node: Node) -> tuple[int, int]:
     """Tokens of a chunk and heads of an item, from the shape alone."""
     s, x, b, ids = node.src[0], node.src[1], node.src[4], node.src[6]
@@ -266,9 +262,9 @@ def _items(node: Node) -> int:
     return -(-(s.ne[2] // b.ne[1]) // _chunk_and_heads(node)[1]) * b.ne[1] * ids.ne[0]
 
 
-def _scratch(node: Node) -> int:
-    """Bytes of what lay_out lays out."""
-    s, word = node.src[0], _word(node)
+def _scratch(node: Node, word: int) -> int:
+    """Bytes of what lay_out lays out, of a kernel with this WORD."""
+    s = node.src[0]
     assert s is not None
     q, heads = _chunk_and_heads(node)
     q, n_state, dim = _padded(q, PAIR), _padded(s.ne[0], PAIR), _padded(s.ne[1], LANES)
@@ -341,11 +337,11 @@ def head_chunk(y: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, bias: An
         o, o_row, with_skip = at(rows, i * row), row, 0
         if i < done:
             o, o_row, with_skip = at(y_h, i * y.nb2), y.nb2, has_skip
-        multiply_rows(o, o_row, c_rows, row_n, at(rights, own // WORD), row, words, since_start, m, row_q, plain, i, vectors, with_skip, skip_h,
+        multiply_rows(o, o_row, c_rows, row_n, at(rights, own // WORD), row, words, since_start, m, row_q, plain, i, n, vectors, with_skip, skip_h,
                       x_h, x.nb2, y_h, y.nb2)
     next_x = at(x_h, x.nb1) if h + 1 < h1 else at(x_h, (h0 - h) * x.nb1 + q * x.nb2)
-    advance_state(at(states, own), at(rights, own // WORD), row, ld_f32(since_start, n_rows - 1), b_rows, row_q, weighted, n_rows // WORD, n_state, vectors,
-                  next_x, x.nb2, n)
+    advance_state(at(states, own), at(rights, own // WORD), row, ld_f32(since_start, n_rows - 1), b_rows, row_q, weighted, (n + WORD - 1) // WORD, n_state,
+                  vectors, next_x, x.nb2, n)
     finish(y_h, y.nb2, rows, row, x_h, x.nb0, x.nb2, has_skip, skip_h, z.ne0 > 0, z_h, z.nb0, z.nb2, s.ne1, dim, done, n, tmp)
 
 
@@ -435,7 +431,9 @@ def _not_bf16(node: Node) -> str | None:
     return None if node.params["precision"] == "bf16" else "precision is not bf16"
 
 
-_OPTIONS: dict[str, Any] = {"items": _items, "chunk": lambda node: 1, "params": _chunk_and_heads, "scratch": _scratch, "status": True}
-kernel("SSD_SCAN", "cpu", **_OPTIONS)(ssd_scan_chunks)  # serves bf16 too where the CPU has no products of bfloat16, or prec is f32
-kernel("SSD_SCAN", "cpu", when=_not_bf16, needs={"avx512bf16"}, rounds=True, bind=lambda node: _BF16, **_OPTIONS)(ssd_scan_chunks)
-kernel("SSD_SCAN", "cpu", when=_not_bf16, needs={"avx512bf16", "amx-bf16"}, rounds=True, bind=lambda node: _IN_TILES, **_OPTIONS)(ssd_scan_chunks)
+_OPTIONS: dict[str, Any] = {"items": _items, "chunk": lambda node: 1, "params": _chunk_and_heads, "status": True}
+_ROUNDED: dict[str, Any] = {**_OPTIONS, "when": _not_bf16, "rounds": True, "scratch": functools.partial(_scratch, word=2)}
+# The first serves bf16 too where the CPU has no products of bfloat16, or the backend's prec is f32.
+kernel("SSD_SCAN", "cpu", scratch=functools.partial(_scratch, word=1), **_OPTIONS)(ssd_scan_chunks)
+kernel("SSD_SCAN", "cpu", needs={"avx512bf16"}, bind=lambda node: _BF16, **_ROUNDED)(ssd_scan_chunks)
+kernel("SSD_SCAN", "cpu", needs={"avx512bf16", "amx-bf16"}, bind=lambda node: _IN_TILES, **_ROUNDED)(ssd_scan_chunks)
