@@ -55,7 +55,8 @@ class Leaf:
 
 # Where a block holds float16 scales (byte offsets), and the size of each that makes weights of about 1.
 _SCALES: dict[str, tuple[tuple[int, float], ...]] = {
-    "q8_0": ((0, 1 / 128),), "q4_0": ((0, 1 / 8),),
+    "q8_0": ((0, 1 / 128),), "q4_0": ((0, 1 / 8),), "q4_1": ((0, 1 / 16), (2, 1)), "q5_0": ((0, 1 / 16),), "q5_1": ((0, 1 / 32), (2, 1)),
+    "q2_K": ((80, 1 / 45), (82, 1 / 15)), "q3_K": ((108, 1 / 128),),
     "q4_K": ((0, 1 / 945), (2, 1 / 126)), "q5_K": ((0, 1 / 1953), (2, 1 / 126)), "q6_K": ((208, 1 / 4096),),
 }
 

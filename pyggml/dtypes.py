@@ -67,15 +67,19 @@ I64 = _plain("i64", 27, "<i8")
 F64 = _plain("f64", 28, "<f8")
 BF16 = _plain("bf16", 30, "<u2")
 Q4_0 = _blocks("q4_0", 2, 32, 18)
+Q4_1 = _blocks("q4_1", 3, 32, 20)
+Q5_0 = _blocks("q5_0", 6, 32, 22)
+Q5_1 = _blocks("q5_1", 7, 32, 24)
 Q8_0 = _blocks("q8_0", 8, 32, 34)
+Q2_K = _blocks("q2_K", 10, 256, 84)
+Q3_K = _blocks("q3_K", 11, 256, 110)
 Q4_K = _blocks("q4_K", 12, 256, 144)
 Q5_K = _blocks("q5_K", 13, 256, 176)
 Q6_K = _blocks("q6_K", 14, 256, 210)
 
 ALL: tuple[DType, ...] = (
-    F32, F16, BF16, F64, I8, I16, I32, I64, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K,
-    _blocks("q4_1", 3, 32, 20), _blocks("q5_0", 6, 32, 22), _blocks("q5_1", 7, 32, 24), _blocks("q8_1", 9, 32, 36),
-    _blocks("q2_K", 10, 256, 84), _blocks("q3_K", 11, 256, 110), _blocks("q8_K", 15, 256, 292),
+    F32, F16, BF16, F64, I8, I16, I32, I64, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K,
+    _blocks("q8_1", 9, 32, 36), _blocks("q8_K", 15, 256, 292),
     _blocks("iq2_xxs", 16, 256, 66), _blocks("iq2_xs", 17, 256, 74), _blocks("iq3_xxs", 18, 256, 98),
     _blocks("iq1_s", 19, 256, 50), _blocks("iq4_nl", 20, 32, 18), _blocks("iq3_s", 21, 256, 110),
     _blocks("iq2_s", 22, 256, 82), _blocks("iq4_xs", 23, 256, 136), _blocks("iq1_m", 29, 256, 56),

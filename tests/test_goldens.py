@@ -22,7 +22,7 @@ FORMS = ("scan", "ssd", "ssd-fused")
 PROMPTS = ("short", "mid", "long")
 F32_CACHE = {"type_k": "f32", "type_v": "f32"}
 MODELS = ("granite-h-demo", "nemotron-h-demo", "mamba2-demo")
-TYPES = [("granite-h-demo", t) for t in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K")] + [
+TYPES = [("granite-h-demo", t) for t in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")] + [
     (m, t) for m in ("nemotron-h-demo", "mamba2-demo") for t in ("BF16", "Q8_0", "Q4_K_M")]
 OPEN: dict[str, Model] = {}
 

@@ -309,8 +309,8 @@ def test_fault_84_deep_arrays_are_whole(tmp_path: Path) -> None:
 
 
 def test_unsupported_weight_type_is_named(shared: Path) -> None:
-    with pytest.raises(ModelError, match="type q3_K is not supported here; legal: f32, f16, bf16, q8_0, q4_0, q4_K, q5_K, q6_K"):
-        pg.load_model(shared / "models" / "granite-h-demo-Q2_K.gguf")
+    with pytest.raises(ModelError, match="type iq4_nl is not supported here; legal: f32, f16, bf16, q8_0, q4_0, q4_1"):
+        pg.load_model(shared / "models" / "granite-h-demo-IQ4_NL.gguf")
     with pytest.raises(ModelError, match="expert_count: found 8"):
         pg.load_model(shared / "models" / "granite-h-moe-demo-Q8_0.gguf")
 

@@ -18,7 +18,7 @@ from pyggml.errors import DTypeError
 from pyggml.quants import DEQUANTIZE, dequantize
 from pyggml.quants.cpu import DEQUANT_ROW
 
-GGUF_TYPE = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_K": "Q4_K", "q5_K": "Q5_K", "q6_K": "Q6_K", "bf16": "BF16", "f16": "F16", "f32": "F32"}
+GGUF_TYPE = {t.name: t.name[:-2].upper() + t.name[-2:] for t in DEQUANTIZE}
 LOWER_LEVELS = [v for v in ("portable", "avx2") if LEVELS.index(v) < LEVELS.index(host_level())]
 
 

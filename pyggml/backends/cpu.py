@@ -13,6 +13,7 @@ from pyggml.cpu.compile import ARG_WORDS, HEADER_WORDS, Progress, kernels_for
 from pyggml.cpu.fuse import finish_of, group, join, launch_of
 from pyggml.cpu.launch import Launch, launch, launch_prepared
 from pyggml.cpu.level import check_level, host_level, level_features, n_cores
+from pyggml.cpu.order import barriers, touched
 from pyggml.cpu.simd import BAD_SPAN, RAISED
 from pyggml.cpu.team import TAPE_KERNELS, aligned, check_threads, team
 from pyggml.errors import GraphError, KernelError, ParamError, UnsupportedOp
@@ -203,7 +204,8 @@ class CpuRunner:
         self._records = aligned(max(int(starts[-1]), 1) * 8).view(np.int64)
         self._tape = np.zeros(3 * len(launches), np.int64)
         base = self._records.ctypes.data
-        single = [k.items <= k.chunk for k in launches] + [False]
+        single = [k.items <= k.chunk for k in launches]
+        sync = barriers([touched([*s.ins, *k.operands], s.outs, alone, self.address) for s, k, alone in zip(self.plan.steps, launches, single, strict=True)])
         for i, k in enumerate(launches):
             words: list[int] = [k.items, k.chunk, 0, self._status[i].ctypes.data, self._scratch.ctypes.data, self._scratch_stride]
             for operands, params in ((k.operands, k.params), (k.extra, k.extra_params)):
@@ -211,9 +213,8 @@ class CpuRunner:
                     words += [0] * ARG_WORDS if t is None else [self.address(t), *t.ne, *t.nb]
                 words += [int(np.float64(p).view(np.int64)) if isinstance(p, float) else p for p in params]
             self._records[starts[i]:starts[i] + len(words)] = words
-            last = i == len(launches) - 1
-            sync = tp.SYNC if last or not (single[i] and single[i + 1]) else 0
-            self._tape[3 * i:3 * i + 3] = addresses[i], base + int(starts[i]) * 8, (tp.SINGLE if single[i] else 0) | sync
+            flags = (tp.SINGLE if single[i] else 0) | (tp.SYNC if sync[i] else 0)
+            self._tape[3 * i:3 * i + 3] = addresses[i], base + int(starts[i]) * 8, flags
 
     def address(self, t: Tensor) -> int:
         """Address of a tensor's first element."""

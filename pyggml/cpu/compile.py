@@ -299,11 +299,23 @@ def _environment_hash(level: str) -> bytes:
 def kernel_key(recipe: tuple[Any, ...], level: str) -> str:
     """Name of a kernel's file in the cache."""
     h = hashlib.sha256(_environment_hash(level))
-    for module in sorted({r[1] for r in _intrinsics(recipe[0])} - {"pyggml.cpu.simd"}):
+    for module in sorted(_builders({r[1] for r in _intrinsics(recipe[0])})):
         source = getattr(import_module(module), "__file__", None)
         h.update(Path(source).read_bytes() if source else module.encode())
     _digest(h, recipe)
     return h.hexdigest()[:32]
+
+
+def _builders(modules: set[str]) -> set[str]:
+    """Modules of intrinsics, and those of types and vectors whose builders they import."""
+    todo, found = list(modules), set[str]()
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            used = {str(getattr(v, "__module__", "")) for v in vars(import_module(name)).values()}
+            todo += [m for m in used if m.startswith(("pyggml.cpu.", "pyggml.quants."))]
+    return found
 
 
 def _intrinsics(recipe: Any) -> Iterable[tuple[Any, ...]]:

@@ -7,10 +7,10 @@ Control block (64-bit words at `ctl`; what several threads write sits on cache l
   24 job number      32 threads arrived at the barrier      40 barrier phase      48 sleepers      56 quit
 Flags of a step: 1 only thread 0 works on it; 2 a barrier follows.
 
-A record's counter is 0 before a run and is set back once all threads are past the step.
+A record's counter is 0 before a run. The last thread to come to a barrier sets back those of the steps since the one before.
 
-Between two steps of which either is shared, all threads meet. Thread 0 decides there whether the run pauses, so that
-Python can see a Ctrl-C; the others read the decision after the barrier, in the word of its parity.
+Thread 0 decides at a barrier whether the run pauses, so that Python can see a Ctrl-C; the others read the decision after it, in
+the word of its parity.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ def await_change(ctl: Any, index: Any, old: Any) -> Any:
 
 
 @helper
-def barrier(ctl: Any, nth: Any) -> None:
-    """Return when all nth threads have come here."""
+def barrier(ctl: Any, nth: Any, tape: Any, first: Any, last: Any) -> None:
+    """Return when all nth threads have come here, from steps `first` to last - 1."""
     phase = atomic_ldw(ctl, PHASE)
     if atomic_add(ctl, ARRIVED, 1) == nth - 1:
+        for i in range(first, last):
+            stw(ldw(tape, i * 3 + 1), COUNTER, 0)
         atomic_stw(ctl, ARRIVED, 0)
         atomic_stw(ctl, PHASE, phase + 1)
         if atomic_add(ctl, SLEEPERS, 0) > 0:
@@ -59,28 +61,25 @@ def barrier(ctl: Any, nth: Any) -> None:
 def walk(ctl: Any, ith: Any) -> None:
     """Run the tape from its first step to the end or to a pause."""
     tape, n, nth, i = ldw(ctl, TAPE), ldw(ctl, N_STEPS), ldw(ctl, N_THREADS), ldw(ctl, FIRST)
-    budget, times, start, parity = ldw(ctl, BUDGET), ldw(ctl, TIMES), clock_ns(), 0
+    budget, times, start, parity, first = ldw(ctl, BUDGET), ldw(ctl, TIMES), clock_ns(), 0, i
     while i < n:
         flags = ldw(tape, i * 3 + 2)
         if ith == 0 or flags & SINGLE == 0:
             if call_kernel(ldw(tape, i * 3), ldw(tape, i * 3 + 1), ith, nth) != 0:
                 stw(ldw(ldw(tape, i * 3 + 1), STATUS), 0, RAISED)
-        record = ldw(tape, i * 3 + 1)
         i += 1
-        if nth == 1 or (ith == 0 and flags & SYNC == 0):
-            stw(record, COUNTER, 0)
         if flags & SYNC and nth > 1:
             if ith == 0:
                 stw(ctl, GO + parity * 8, 0 if budget > 0 and clock_ns() - start > budget else 1)
-            barrier(ctl, nth)
-            if ith == 0:
-                stw(record, COUNTER, 0)
-                if times != 0:
-                    stw(times, i - 1, clock_ns())
+            barrier(ctl, nth, tape, first, i)
+            first = i
+            if ith == 0 and times != 0:
+                stw(times, i - 1, clock_ns())
             if ldw(ctl, GO + parity * 8) == 0:
                 break
             parity = 1 - parity
         elif nth == 1:
+            stw(ldw(tape, i * 3 - 2), COUNTER, 0)
             if times != 0:
                 stw(times, i - 1, clock_ns())
             if budget > 0 and clock_ns() - start > budget:
@@ -97,7 +96,7 @@ def run_tape(ctl: Any, ith: Any, nth: Any) -> None:
             wake_word(ctl + JOB * 8)
     walk(ctl, 0)
     if nth > 1:
-        barrier(ctl, nth)
+        barrier(ctl, nth, 0, 0, 0)
 
 
 def serve_tape(ctl: Any, ith: Any, nth: Any) -> None:
@@ -108,7 +107,7 @@ def serve_tape(ctl: Any, ith: Any, nth: Any) -> None:
         if atomic_ldw(ctl, QUIT) != 0:
             return
         walk(ctl, ith)
-        barrier(ctl, nth)
+        barrier(ctl, nth, 0, 0, 0)
 
 
 def wake_all(ctl: Any, ith: Any, nth: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pyggml.cpu.simd import intrinsic
+from pyggml.cpu.simd import has_f16c, intrinsic
 
 LANES = 16
 
@@ -38,6 +38,13 @@ def store_floats(b: Any, p: Any, v: Any) -> None:
     b.store(v, b.bitcast(p, v.type.as_pointer()), align=4)
 
 
+def prefetch(b: Any, ir: Any, p: Any) -> None:
+    """Bring the cache line at p, which may lie anywhere, to the second level."""
+    i32 = ir.IntType(32)
+    fn = b.module.globals.get("llvm.prefetch.p0") or ir.Function(b.module, ir.FunctionType(ir.VoidType(), [p.type] + [i32] * 3), "llvm.prefetch.p0")
+    b.call(fn, [p, i32(0), i32(2), i32(1)])  # to read, locality 2 of 3, data
+
+
 def shuffle(b: Any, ir: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
     """Lanes of x (numbered from 0) and y (numbered on from x's)."""
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes)))
@@ -64,9 +71,32 @@ def float_constant(ir: Any, v: float, n: int = LANES) -> Any:
     return ir.Constant(ir.VectorType(ir.FloatType(), n), [v] * n)
 
 
+def int_constant(ir: Any, v: int | Sequence[int], n: int = LANES) -> Any:
+    """n 32-bit numbers, or n copies of one."""
+    return ir.Constant(ir.VectorType(ir.IntType(32), n), [v] * n if isinstance(v, int) else list(v))
+
+
 def bytes_to_floats(b: Any, ir: Any, q: Any) -> Any:
     """float32 of a vector of signed bytes."""
     return b.sitofp(q, ir.VectorType(ir.FloatType(), q.type.count))
+
+
+def halves_to_floats(b: Any, ir: Any, h: Any) -> Any:
+    """float32 of a vector of float16 bits (i16): exact."""
+    n = h.type.count
+    i32, f32 = ir.VectorType(ir.IntType(32), n), ir.VectorType(ir.FloatType(), n)
+    if has_f16c():
+        return b.fpext(b.bitcast(h, ir.VectorType(ir.HalfType(), n)), f32)
+
+    def const(v: int) -> Any:
+        return ir.Constant(i32, [v] * n)
+
+    # As simd's scalar form: shifted into place and rescaled by 2^112, all-ones exponents kept.
+    x = b.zext(h, i32)
+    body = b.shl(b.and_(x, const(0x7FFF)), const(13))
+    scaled = b.bitcast(b.fmul(b.bitcast(body, f32), float_constant(ir, 2.0 ** 112, n)), i32)
+    bits = b.select(b.icmp_unsigned(">=", body, const(0x0F800000)), b.or_(body, const(0x7F800000)), scaled)
+    return b.bitcast(b.or_(bits, b.shl(b.and_(x, const(0x8000)), const(16))), f32)
 
 
 def multiply_add(b: Any, ir: Any, x: Any, y: Any, z: Any) -> Any:
@@ -75,6 +105,23 @@ def multiply_add(b: Any, ir: Any, x: Any, y: Any, z: Any) -> Any:
     name = f"llvm.fmuladd.v{x.type.count}f32"
     fn = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(x.type, [x.type] * 3), name)
     return b.call(fn, [x, y, z])
+
+
+def multiply_pairs(b: Any, ir: Any, x: Any, y: Any) -> Any:
+    """<32 x i16> times <32 x i16>: sixteen 32-bit sums of the products of two neighbours. No product of -32768 twice."""
+    from pyggml.cpu.level import machine, target_features
+    n, i32 = x.type.count, ir.IntType(32)
+    kinds = {"avx512bw": (32, "llvm.x86.avx512.pmaddw.d.512"), "avx2": (16, "llvm.x86.avx2.pmadd.wd"), "": (8, "llvm.x86.sse2.pmadd.wd")}
+    whole, name = next(v for k, v in kinds.items() if not k or k in target_features())
+    if machine() != "x86_64":
+        wide = ir.VectorType(i32, n)
+        products = b.mul(b.sext(x, wide), b.sext(y, wide))
+        return b.add(shuffle(b, ir, products, products, range(0, n, 2)), shuffle(b, ir, products, products, range(1, n, 2)))
+    if n > whole:
+        low, high = ([shuffle(b, ir, v, v, range(k, k + n // 2)) for v in (x, y)] for k in (0, n // 2))
+        return concat(b, ir, multiply_pairs(b, ir, *low), multiply_pairs(b, ir, *high))
+    fn = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(ir.VectorType(i32, n // 2), [x.type] * 2), name)
+    return b.call(fn, [x, y])
 
 
 def loop(b: Any, ir: Any, n: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pyggml.dtypes import BF16, F16, F32, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType, bf16_to_f32
+from pyggml.dtypes import BF16, F16, F32, Q2_K, Q3_K, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0, DType, bf16_to_f32
 from pyggml.errors import DTypeError
 from pyggml.quants import k, legacy
 
 DEQUANTIZE: dict[DType, Callable[[np.ndarray], np.ndarray]] = {
-    Q8_0: legacy.dequantize_q8_0, Q4_0: legacy.dequantize_q4_0,
-    Q4_K: k.dequantize_q4_k, Q5_K: k.dequantize_q5_k, Q6_K: k.dequantize_q6_k,
+    Q8_0: legacy.dequantize_q8_0, Q4_0: legacy.dequantize_q4_0, Q4_1: legacy.dequantize_q4_1, Q5_0: legacy.dequantize_q5_0, Q5_1: legacy.dequantize_q5_1,
+    Q2_K: k.dequantize_q2_k, Q3_K: k.dequantize_q3_k, Q4_K: k.dequantize_q4_k, Q5_K: k.dequantize_q5_k, Q6_K: k.dequantize_q6_k,
 }
 WEIGHT_TYPES: tuple[DType, ...] = (F32, F16, BF16, *DEQUANTIZE)
 """Types that weights may be stored in: what MUL_MAT and GET_ROWS turn into float32."""

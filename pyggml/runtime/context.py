@@ -123,7 +123,7 @@ class Context:
         if len({p.seq for p in made}) != len(made):
             raise ParamError("decode_batch: a sequence is given twice; give all its tokens in one entry")
         found = self._process(made)
-        return [np.stack([found[int(i)] for i in p.index[p.outputs]]) for p in made]
+        return [_rows([found[int(i)] for i in p.index[p.outputs]]) for p in made]
 
     def decode_tokens(self, tokens: Ids, positions: Ids, seqs: Ids, outputs: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
         """A batch token by token, in any order across sequences: token, position and sequence of each. Within a sequence
@@ -143,7 +143,7 @@ class Context:
                                  f"found {pos[index].tolist()[:8]}")
             made.append(Piece(s, ids[index], marks[index], index))
         found = self._process(made)
-        return np.stack([found[i] for i in range(len(ids)) if marks[i]]) if marks.any() else np.zeros((0, self.model.n_vocab), np.float32)
+        return _rows([found[i] for i in range(len(ids)) if marks[i]]) if marks.any() else np.zeros((0, self.model.n_vocab), np.float32)
 
     def _process(self, pieces: list[Piece]) -> dict[int, np.ndarray]:
         mem = self.memory
@@ -366,6 +366,11 @@ class Context:
         if len(bad):
             raise ParamError(f"token id {int(bad[0])}; legal: 0 to {self.model.n_vocab - 1}")
         return tokens.astype(np.int64)
+
+
+def _rows(found: list[np.ndarray]) -> np.ndarray:
+    """Rows one under the other; a lone one is not copied again."""
+    return found[0][None] if len(found) == 1 else np.stack(found)
 
 
 def _whole_numbers(what: str, values: Ids) -> np.ndarray:

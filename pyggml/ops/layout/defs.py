@@ -293,7 +293,7 @@ def _arange(*, start: float, stop: float, step: float) -> np.ndarray:
 def get_rows(x: Tensor, ids: Tensor) -> Spec:
     """Rows of x by number: out[:, k, i, j] = x[:, ids[k, i, j], i, j].
 
-    x: [n, m, b1, b2] of f32, f16, bf16, q8_0, q4_0, q4_K, q5_K, q6_K, which gives f32, or i32, which gives i32;
+    x: [n, m, b1, b2] of f32, f16, bf16 or a block type (pyggml.quants.WEIGHT_TYPES), which gives f32, or i32, which gives i32;
     ids: i32 [k, b1, b2]. An id outside 0 to m - 1 ends the run in KernelError. Source: ggml_get_rows.
 
     >>> import numpy as np, pyggml as pg

@@ -118,7 +118,7 @@ def _own_cases() -> Iterator[Case]:
 @mul_mat.errors
 def _mul_mat_errors() -> Iterator[ErrorCase]:
     yield error(DTypeError, "MUL_MAT: a is i32; legal: f32, f16, bf16", i32(4, 2), f32(4, 3))
-    yield error(DTypeError, "MUL_MAT: a is q2_K; legal: f32, f16, bf16", leaf("q2_K", (256, 2)), f32(256, 3))
+    yield error(DTypeError, "MUL_MAT: a is iq2_s; legal: f32, f16, bf16", leaf("iq2_s", (256, 2)), f32(256, 3))
     yield error(DTypeError, "MUL_MAT: b is q8_0; legal: f32, f16, bf16", f32(32, 2), leaf("q8_0", (32, 3)))
     yield error(ShapeError, "a has ne [5, 2, 1, 1] and b [4, 3, 1, 1]; dim 0 must be the same K", f32(5, 2), f32(4, 3))
     yield error(ShapeError, "in dim 2, one of 3 and 4 must divide the other", f32(4, 2, 3), f32(4, 2, 4))

@@ -19,12 +19,13 @@ from typing import Any
 from pyggml.cpu.simd import F0, LOAD, Helper, at, copy_bytes, helper, intrinsic, ld_f32, st_f32, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
 from pyggml.dtypes import F32
+from pyggml.ops.matmul import gemv, words
+from pyggml.ops.matmul.gemv import K_BLOCK
 from pyggml.quants.cpu import DEQUANT_ROW
 from pyggml.registry import kernel
 from pyggml.tensor import Node, Tensor
 
-K_BLOCK = 1024  # a multiple of every type's block; 4 + 4 rows of it fit in 32 KB
-ROW = (K_BLOCK + LANES) * 4  # bytes of a packed row: no power of two, so that rows do not share cache sets
+ROW = (K_BLOCK + LANES) * 4  # 4 + 4 rows of it fit in 32 KB; bytes of a packed row: no power of two, so that rows do not share cache sets
 M_BLOCK, N_BLOCK = 64, 512
 N_PACK = 16  # rows of b packed at a time
 MIN_ITEMS, CHUNK_PRODUCTS = 16, 65536
@@ -380,4 +381,8 @@ def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0:
                             st_f32(to, i, ld_f32(of, i) if first == 1 else ld_f32(to, i) + ld_f32(of, i))
 
 
-from pyggml.ops.matmul import panels as panels  # noqa: E402  registered after the kernels above, so tried first
+# Registered later, so tried first: few columns, whole numbers before float32.
+kernel("MUL_MAT", "cpu", **gemv.OPTIONS)(gemv.mul_mat_few)
+kernel("MUL_MAT", "cpu", **words.OPTIONS)(words.mul_mat_words)
+
+from pyggml.ops.matmul import panels as panels  # noqa: E402

@@ -17,14 +17,14 @@ ACTIVATION_TYPES = (F32, F16, BF16)
 def mul_mat(a: Tensor, b: Tensor) -> Spec:
     """Dot products of the rows of a with the rows of b: out[i, j] = sum over k of a[k, i] b[k, j].
 
-    a: [K, m, a2, a3] of f32, f16, bf16, q8_0, q4_0, q4_K, q5_K or q6_K. b: [K, n, b2, b3] of f32, f16 or bf16, where a2
+    a: [K, m, a2, a3] of f32, f16, bf16 or a block type (quants.WEIGHT_TYPES). b: [K, n, b2, b3] of f32, f16 or bf16, where a2
     divides b2 or b2 divides a2 (ggml has the first alone), and so in dim 3. Out: f32 [m, n, o2, o3], the larger of them; its batch
     i2 reads a's batch i2 // (o2 / a2). Any strides, also in dim 0 (a transposed matrix need not be copied); only block types keep
     their rows whole.
 
     Values are widened to float32 (block types dequantized), products and sums are float32; b is not quantized. With quantized
-    weights and more than 16 columns a backend may round both sides to bfloat16 where its CPU multiplies that faster (`prec="f32"`
-    keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads
+    weights a backend may round b to 16 bits for each 256 values, and of more than 16 columns both sides to bfloat16, where its CPU multiplies
+    that faster (`prec="f32"` keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads
     are, one of up to 16 columns and one of more.
     Source: ggml_mul_mat.
 
@@ -46,13 +46,16 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
 
 @mul_mat.limits
 def _mul_mat_limit(node: Node) -> float:
-    """Of many columns: both sides rounded to 8 significant bits give 4.7e-6 on average and 7.7e-6 at most over 256 results, f16 and bf16 weights in
-    planes of bfloat16 1.4e-11. A mean over fewer results varies more: 3.3e-5 at most over 17, of 4000 random products (measured)."""
+    """Measured. Few columns of quantized weights: b rounded to 16 bits gives 1.4e-8 at most (q5_1, whose offsets cancel; else 4e-10). Many: both sides
+    rounded to 8 significant bits give 4.7e-6 on average and 7.7e-6 at most over 256 results, f16 and bf16 weights in planes of bfloat16 1.4e-11. A mean
+    over fewer results varies more: 3.3e-5 at most over 17, of 4000 random products."""
     a, b = node.src
     assert a is not None and b is not None
     few = (b.n_rows if a.ne[2] * a.ne[3] == 1 else b.ne[1]) <= 16
-    if few or a.dtype is F32 or b.dtype is not F32:
+    if a.dtype is F32 or b.dtype is not F32:
         return 1e-12
+    if few:
+        return 5e-8 if a.dtype.is_quantized else 1e-12
     return (8e-6 if a.dtype.is_quantized else 3e-11) * (1 if node.out.n_elements >= 256 else 6)
 
 

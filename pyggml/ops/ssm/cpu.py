@@ -22,6 +22,7 @@ from pyggml.cpu.vector import (
     load_floats,
     loop,
     multiply_add,
+    prefetch,
     splat,
     store_floats,
     sums_of_lanes,
@@ -132,8 +133,9 @@ def ssm_conv_times(out: Any, sx: Any, c: Any, extra: Any, scratch: Any, i0: Any,
 # -- SSM_SCAN -------------------------------------------------------------------------------------------------------------
 
 
-def _scan_16(b: Any, ir: Any, operands: Any, padded: bool) -> None:
-    """One token on 16 rows (head_dim) of the state, each `row` bytes: dst = decay src + xdt B, y = dst C. If `padded`, lanes from `n` on stay 0."""
+def _scan_16(b: Any, ir: Any, operands: Any, padded: bool, fetch: bool = False) -> None:
+    """One token on 16 rows (head_dim) of the state, each `row` bytes: dst = decay src + xdt B, y = dst C. If `padded`, lanes from `n` on stay 0.
+    `fetch`: ask for the 16 rows after these."""
     dst, src, row, n, b_t, c_t, xdt, decay, y = operands
     i64, zero = ir.IntType(64), float_constant(ir, 0.0)
     n_blocks, decays = b.sdiv(row, i64(LANES * 4)), splat(b, ir, decay)
@@ -147,6 +149,8 @@ def _scan_16(b: Any, ir: Any, operands: Any, padded: bool) -> None:
             used = b.icmp_signed("<", b.add(splat(b, ir, b.mul(i, i64(LANES))), lanes), live)
             for r in range(first, first + at_once):
                 place = b.add(offset, b.mul(row, i64(r)))
+                if fetch:
+                    prefetch(b, ir, b.gep(src, [b.add(place, b.mul(row, i64(LANES)))]))
                 x = splat(b, ir, b.load(b.gep(b.bitcast(xdt, ir.FloatType().as_pointer()), [i64(r)]), align=4))
                 h = multiply_add(b, ir, b_i, x, b.fmul(load_floats(b, ir, b.gep(src, [place])), decays))
                 h = b.select(used, h, zero) if padded else h  # an infinite x times the padding's 0 would be NaN
@@ -167,6 +171,12 @@ def scan_whole(b: Any, ir: Any, *operands: Any) -> None:
 def scan_padded(b: Any, ir: Any, *operands: Any) -> None:
     """_scan_16 for any d_state."""
     _scan_16(b, ir, operands, padded=True)
+
+
+@intrinsic("void(ptr, ptr, i64, i64, ptr, ptr, ptr, f32, ptr)")
+def scan_once(b: Any, ir: Any, *operands: Any) -> None:
+    """scan_whole for a lone token, whose state comes from memory: the hardware does not follow 16 rows at once."""
+    _scan_16(b, ir, operands, padded=False, fetch=True)
 
 
 scan_16_rows = scan_whole  # bound
@@ -195,7 +205,7 @@ def _scan_binds(node: Node) -> dict[str, Any]:
     assert s is not None and b is not None and c is not None
     whole = s.ne[0] % LANES == 0 and s.ne[1] % LANES == 0 and s.nb[:2] == (4, 4 * s.ne[0])
     return {"D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4,
-            "scan_16_rows": scan_padded if s.ne[0] % LANES else scan_whole}
+            "scan_16_rows": scan_padded if s.ne[0] % LANES else scan_once if node.out.ne[2] == 1 else scan_whole}
 
 
 @helper

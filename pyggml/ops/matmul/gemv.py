@@ -1,0 +1,230 @@
+"""MUL_MAT of few columns (1 to 16 tokens): weights are read once, from where they lie, made float32 in registers and multiplied with
+up to 4 columns while they are there.
+
+An item is 16 rows of one batch, computed in tiles of 4 rows. Dot products are summed as `mul_mat` sums them, 16 partial sums for each
+K_BLOCK of k, so that they have the same bits: they depend on their two rows alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyggml.cpu.level import target_features
+from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic
+from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, prefetch, store_floats, sums_of_lanes, wide_registers
+from pyggml.dtypes import F32
+from pyggml.quants.units_cpu import UNITS, Unit
+from pyggml.tensor import Node, Tensor
+
+MAX_N = 16  # columns
+K_BLOCK = 1024  # values of k that are summed at a time, here and in `mul_mat`; a multiple of every type's block
+MAX_COLS, ROWS = 4, 4  # of a tile
+TURN = 64  # weights of a row per turn of a tile's loop, at least
+AHEAD = 8192  # bytes that prefetches run ahead of the loads, at least: the hardware's own do not follow 4 rows of some blocks each
+CHUNK_BYTES = 64 << 10  # of weights that a thread takes at a time
+SUMS = LANES * LANES * 4  # bytes of the partial sums of 16 rows and a column
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------------------
+
+
+def _rows_at_once(cols: int) -> int:
+    """Rows whose sums stay in registers together."""
+    if wide_registers():
+        return ROWS
+    return max(1, (4 if "avx2" in target_features() else 2) // cols)
+
+
+def _dots(b: Any, ir: Any, unit: Unit, cols: int, operands: Any) -> None:
+    """Partial sums of 4 rows x cols columns over n_units units: 16 of (row, col) at dst + col * SUMS + row * 64. Rows beyond the last are
+    computed from the last one again."""
+    a, a_row, a_last, x, x_col, n_units, ahead, dst, scales = operands
+    i64 = ir.IntType(64)
+    a_rows = [b.gep(a, [b.mul(a_row, b.select(b.icmp_signed("<", a_last, i64(r)), a_last, i64(r)))]) for r in range(ROWS)]
+    x_cols = [b.gep(x, [b.mul(x_col, i64(c))]) for c in range(cols)]
+    several, at_once, s_unit = max(1, TURN // unit.n), _rows_at_once(cols), unit.n_scales * 4
+    s_rows = [b.gep(scales, [b.mul(n_units, i64(s_unit * r))]) for r in range(ROWS)]
+    if unit.unpack is not None:
+        _unpack(b, ir, unit, a_rows, s_rows, n_units)
+
+    def units(rows: list[Any], s_here: list[Any], first: Any, count: Any, sums: list[Any], per_turn: int) -> list[Any]:
+        """count turns of per_turn units each, from unit `first` on."""
+        def turn(i: Any, acc: list[Any]) -> list[Any]:
+            start = b.add(first, b.mul(i, i64(per_turn)))
+            here = [b.gep(p, [b.mul(start, i64(unit.nbytes))]) for p in rows]
+            x_here = [b.gep(p, [b.mul(start, i64(unit.n * 4))]) for p in x_cols]
+            for p in here:
+                for line in range(0, per_turn * unit.nbytes, 64):
+                    prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]))
+            for u in range(per_turn):
+                weights = [unit.build(b, ir, b.gep(p, [i64(u * unit.nbytes)]), b.gep(s, [b.mul(start, i64(s_unit))]))
+                           for p, s in zip(here, s_here, strict=True)]
+                for j in range(unit.n // LANES):
+                    xs = [load_floats(b, ir, b.gep(p, [i64((u * unit.n + j * LANES) * 4)])) for p in x_here]
+                    for r, row in enumerate(weights):
+                        w = next(row)
+                        acc[r * cols:(r + 1) * cols] = [multiply_add(b, ir, w, v, s) for v, s in zip(xs, acc[r * cols:(r + 1) * cols], strict=True)]
+            return acc
+
+        return loop(b, ir, count, sums, turn)
+
+    turns = b.sdiv(n_units, i64(several))
+    done = b.mul(turns, i64(several))
+    for r0 in range(0, ROWS, at_once):
+        rows = a_rows[r0:r0 + at_once], s_rows[r0:r0 + at_once]
+        sums = units(*rows, i64(0), turns, [float_constant(ir, 0.0)] * (at_once * cols), several)
+        if several > 1:
+            sums = units(*rows, done, b.sub(n_units, done), sums, 1)
+        for i, v in enumerate(sums):
+            store_floats(b, b.gep(dst, [i64(i % cols * SUMS + (r0 + i // cols) * 64)]), v)
+
+
+def _unpack(b: Any, ir: Any, unit: Unit, rows: list[Any], s_rows: list[Any], n_units: Any) -> None:
+    """Scales of all units of some rows."""
+    i64, unpack = ir.IntType(64), unit.unpack
+    assert unpack is not None
+
+    def turn(i: Any, _: list[Any]) -> list[Any]:
+        for p, s in zip(rows, s_rows, strict=True):
+            unpack(b, ir, b.gep(p, [b.mul(i, i64(unit.nbytes))]), b.gep(s, [b.mul(i, i64(unit.n_scales * 4))]))
+        return []
+
+    loop(b, ir, n_units, [], turn)
+
+
+def _tile(name: str, unit: Unit, cols: int) -> Intrinsic:
+    def build(b: Any, ir: Any, *operands: Any) -> None:
+        _dots(b, ir, unit, cols, operands)
+
+    build.__name__ = f"dots_{name}_{cols}"
+    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, ptr, ptr)", build)
+
+
+TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, u, c) for t, u in UNITS.items() for c in range(1, MAX_COLS + 1)}
+"""The tile of a type and a number of columns: (a, bytes of a row, last row, x, bytes of a column, units, bytes to prefetch ahead, dst, scratch for scales)."""
+globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
+
+
+@intrinsic("void(ptr, ptr, i64)")
+def add_sums_16(b: Any, ir: Any, dst: Any, src: Any, first: Any) -> None:
+    """Add the sums of 16 vectors of 16 lanes to dst; `first`: 1 to store them."""
+    i64 = ir.IntType(64)
+    sums = sums_of_lanes(b, ir, [load_floats(b, ir, b.gep(src, [i64(r * LANES * 4)])) for r in range(LANES)])
+    store_floats(b, dst, b.select(b.icmp_signed("!=", first, i64(0)), sums, b.fadd(load_floats(b, ir, dst), sums)))
+
+
+# -- the kernel -------------------------------------------------------------------------------------------------------------
+
+
+def operands_of(node: Node) -> tuple[Tensor, Tensor]:
+    """a and b."""
+    a, b = node.src
+    assert a is not None and b is not None
+    return a, b
+
+
+def _as_columns(t: Tensor) -> Tensor | None:
+    """All rows of t as those of one matrix; None where their addresses are not evenly spaced."""
+    rows = [(n, nb) for n, nb in zip(t.ne[1:], t.nb[1:], strict=True) if n > 1]
+    if any(nb != n_before * nb_before for (n_before, nb_before), (_, nb) in zip(rows, rows[1:], strict=False)):
+        return None
+    step = rows[0][1] if rows else t.nb[1]
+    return Tensor(t.dtype, (t.ne[0], t.n_rows, 1, 1), (t.nb[0], step, step * t.n_rows, step * t.n_rows), name=t.name, root=t.root, offs=t.offs)
+
+
+def flat_operands(node: Node) -> list[Tensor | None]:
+    """Result, a and b; batches of b are more columns of one product where a has none."""
+    a, b = operands_of(node)
+    flat = _as_columns(b) if a.ne[2] * a.ne[3] == 1 and b.n_rows <= MAX_N else None
+    return [node.out, a, b] if flat is None else [_as_columns(node.out), a, flat]
+
+
+def columns_refused(node: Node) -> str | None:
+    """Why products of few columns do not take b."""
+    _, b = operands_of(node)
+    if b.ne[1] > MAX_N:
+        return f"{b.ne[1]} columns, more than {MAX_N}"
+    return "the columns of b are not float32 without gaps" if b.dtype is not F32 or b.nb[0] != 4 else None
+
+
+def _not_few(node: Node) -> str | None:
+    a, _ = operands_of(node)
+    if why := columns_refused(node):
+        return why
+    if not a.dtype.is_quantized and a.nb[0] != a.dtype.nbytes:
+        return "the rows of a have gaps"
+    unit = UNITS.get(a.dtype.name)
+    if unit is None:
+        return f"a is {a.dtype.name}"
+    return f"K is {a.ne[0]}, no multiple of {unit.n}" if a.ne[0] % unit.n else None
+
+
+def row_items(node: Node) -> int:
+    """16 rows of a batch each."""
+    out = flat_operands(node)[0]
+    assert out is not None
+    return -(-out.ne[0] // LANES) * out.ne[2] * out.ne[3]
+
+
+def row_chunk(node: Node) -> int:
+    """Items of CHUNK_BYTES of weights."""
+    a, _ = operands_of(node)
+    return CHUNK_BYTES // (LANES * a.dtype.row_bytes(a.ne[0]))
+
+
+def tile_columns(node: Node) -> int:
+    """Columns of a tile: of as few tiles as possible, all alike."""
+    out = flat_operands(node)[0]
+    assert out is not None
+    return -(-out.ne[1] // -(-out.ne[1] // MAX_COLS))
+
+
+def _binds(node: Node) -> dict[str, Any]:
+    a, cols = operands_of(node)[0].dtype.name, tile_columns(node)
+    unit = UNITS[a]
+    return {"dots": TILES[a, cols], "COLS": cols, "UNIT": unit.n, "NBYTES": unit.nbytes, "SCALES": ROWS * K_BLOCK // unit.n * unit.n_scales * 4}
+
+
+def _scratch(node: Node) -> int:
+    a, _ = operands_of(node)
+    unit = UNITS[a.dtype.name]
+    return LANES * 4 + ROWS * K_BLOCK // unit.n * unit.n_scales * 4 + MAX_COLS * SUMS * -(-a.ne[0] // K_BLOCK)
+
+
+@helper
+def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_units: Any, _ahead: Any, _dst: Any, _scales: Any) -> None:
+    """A tile; bound to the type's."""
+
+
+COLS, UNIT, NBYTES, SCALES = 1, 16, 64, 0  # bound
+
+
+def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Items [i0, i1), rows fastest. Scratch: 16 sums, scales of 4 rows, then for each block of k partial sums of COLS columns x 16 rows."""
+    n_mb, n_kb, tile = (a.ne1 + LANES - 1) // LANES, (a.ne0 + K_BLOCK - 1) // K_BLOCK, ROWS * a.nb1
+    ahead = (AHEAD + tile - 1) // tile * tile  # whole tiles, or else rows of one would fetch each other's
+    scales = at(scratch, LANES * 4)
+    sums = at(scales, SCALES)
+    for item in range(i0, i1):
+        batch, m0 = item // n_mb, item % n_mb * LANES
+        i2, i3, m = batch % out.ne2, batch // out.ne2, min(LANES, a.ne1 - m0)
+        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
+        b_p = at(b.p, i2 // (out.ne2 // b.ne2) * b.nb2 + i3 // (out.ne3 // b.ne3) * b.nb3)
+        o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
+        for j in range(0, b.ne1, COLS):
+            first = min(j, b.ne1 - COLS)  # the last tile may compute columns again: they come out the same
+            for r in range(0, m, ROWS):
+                for kb in range(n_kb):
+                    units = (min(a.ne0, (kb + 1) * K_BLOCK) - kb * K_BLOCK) // UNIT
+                    dots(at(a_p, r * a.nb1 + kb * (K_BLOCK // UNIT) * NBYTES), a.nb1, min(ROWS, m - r) - 1, at(b_p, first * b.nb1 + kb * K_BLOCK * 4),
+                         b.nb1, units, ahead, at(sums, kb * COLS * SUMS + r * LANES * 4), scales)
+            for c in range(COLS):
+                o = at(o_p, (first + c) * out.nb1)
+                to = o if m == LANES else scratch
+                for kb in range(n_kb):
+                    add_sums_16(to, at(sums, (kb * COLS + c) * SUMS), 1 if kb == 0 else 0)
+                if m < LANES:
+                    copy_bytes(o, scratch, m * 4)
+
+
+OPTIONS: dict[str, Any] = {"when": _not_few, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "bind": _binds, "scratch": _scratch}

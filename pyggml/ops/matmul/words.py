@@ -1,0 +1,260 @@
+"""MUL_MAT of few columns with quantized weights in whole numbers: columns are brought to 16 bits once for all products that read them, and
+the numbers of a super-block of weights are multiplied with them two by two into sums of 32 bits (pyggml.quants.words_cpu).
+
+Of a column, each 256 values become x = sx q with |q| <= 32767: a block of X_BYTES holds 256 q (i16), at X_SUMS32 eight zeros and the sums of
+q over each 32 (float32), at X_SUMS16 those over each 16, at X_SCALE sx. That rounds to 15 bits of the largest of 256 values; llama.cpp
+rounds to 7 bits of the largest of 32 or 256. Where one of them is not finite, so is sx, and the results are NaN.
+
+Whole sums are exact, so bits of a result depend on its two rows alone here too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic, zero_bytes
+from pyggml.cpu.vector import (
+    LANES,
+    float_constant,
+    int_constant,
+    load,
+    load_floats,
+    loop,
+    multiply_add,
+    multiply_pairs,
+    prefetch,
+    splat,
+    store_floats,
+    wide_registers,
+)
+from pyggml.dtypes import F32
+from pyggml.ops.matmul.gemv import AHEAD, MAX_COLS, ROWS, SUMS, add_sums_16, columns_refused, flat_operands, operands_of, row_chunk, row_items, tile_columns
+from pyggml.quants.words_cpu import OFFSETS, SUPER, UNPACKED, WORDS, Words
+from pyggml.registry import Prepared
+from pyggml.tensor import Node, Tensor
+
+X_SUMS32, X_SUMS16, X_SCALE, X_BYTES = 512, 576, 640, 704
+LARGEST = 32767
+MAGIC = 1.5 * 2.0 ** 23  # x + MAGIC holds x, rounded to a whole number, in its low bits
+
+
+# -- activations --------------------------------------------------------------------------------------------------------------
+
+
+@intrinsic("void(ptr, ptr, i64)")
+def quantize_block(b: Any, ir: Any, dst: Any, src: Any, n: Any) -> None:
+    """A block of n <= 256 float32, n a multiple of 32; the rest of dst is zero already."""
+    i16, i32, i64, f32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+    ints = ir.VectorType(i32, LANES)
+
+    def reduce(v: Any, op: str) -> Any:
+        name = f"llvm.vector.reduce.{op}.v{LANES}i32"
+        return b.call(b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(i32, [ints]), name), [v])
+
+    def largest(i: Any, acc: list[Any]) -> list[Any]:
+        bits = b.and_(b.bitcast(load_floats(b, ir, b.gep(src, [b.mul(i, i64(64))])), ints), int_constant(ir, 0x7FFFFFFF))
+        return [b.select(b.icmp_unsigned(">", bits, acc[0]), bits, acc[0])]
+
+    (m,) = loop(b, ir, b.sdiv(n, i64(LANES)), [int_constant(ir, 0)], largest)  # as whole numbers: NaN is the largest of all
+    bits = reduce(m, "umax")
+    top, limit = b.bitcast(bits, f32), ir.Constant(f32, float(LARGEST))
+    usable = b.and_(b.icmp_unsigned("<", bits, i32(0x7F800000)), b.fcmp_ordered(">", top, ir.Constant(f32, 2.0 ** -110)))
+    inverse = splat(b, ir, b.select(usable, b.fdiv(limit, top), ir.Constant(f32, 0.0)))
+    scale = b.select(usable, b.fdiv(top, limit), b.fmul(top, ir.Constant(f32, float("nan"))))
+    scale = b.select(b.icmp_unsigned("<", bits, i32(0x7F800000)), b.select(usable, scale, ir.Constant(f32, 0.0)), scale)
+
+    def numbers(i: Any, _: list[Any]) -> list[Any]:
+        pair = i32(0)
+        for k in (0, 1):
+            start = b.add(b.mul(i, i64(2 * LANES)), i64(k * LANES))
+            x = b.fmul(load_floats(b, ir, b.gep(src, [b.mul(start, i64(4))])), inverse)
+            q = b.sub(b.bitcast(b.fadd(x, float_constant(ir, MAGIC)), ints), int_constant(ir, 0x4B400000))
+            q16 = b.trunc(q, ir.VectorType(i16, LANES))
+            b.store(q16, b.bitcast(b.gep(dst, [b.mul(start, i64(2))]), q16.type.as_pointer()), align=2)
+            total = reduce(b.sext(q16, ints), "add")  # of what is stored
+            store = b.gep(dst, [b.add(i64(X_SUMS16 + 4 * k), b.mul(i, i64(8)))])
+            b.store(b.sitofp(total, f32), b.bitcast(store, f32.as_pointer()), align=4)
+            pair = b.add(pair, total)
+        b.store(b.sitofp(pair, f32), b.bitcast(b.gep(dst, [b.add(i64(X_SUMS32 + 32), b.mul(i, i64(4)))]), f32.as_pointer()), align=4)
+        return []
+
+    loop(b, ir, b.sdiv(n, i64(2 * LANES)), [], numbers)
+    b.store(scale, b.bitcast(b.gep(dst, [i64(X_SCALE)]), f32.as_pointer()), align=4)
+
+
+def quantize_columns(out: Any, x: Any, i0: Any, i1: Any) -> None:
+    """Columns [i0, i1) of x, whose rows have no gaps."""
+    for r in range(i0, i1):
+        q = r // x.ne1
+        row, to = at(x.p, r % x.ne1 * x.nb1 + q % x.ne2 * x.nb2 + q // x.ne2 * x.nb3), at(out.p, r * out.nb1)
+        zero_bytes(to, out.nb1)
+        for k in range(0, x.ne0, SUPER):
+            quantize_block(at(to, k // SUPER * X_BYTES), at(row, k * 4), min(SUPER, x.ne0 - k))
+
+
+def _quantized(node: Node) -> Prepared:
+    x = flat_operands(node)[2]
+    assert x is not None
+    words = -(-x.ne[0] // SUPER) * X_BYTES // 4
+    out = Tensor(F32, (words, *x.ne[1:]), name=f"{x.name} (16 bits)")
+    return Prepared(quantize_columns, x, out, (), {"items": x.n_rows, "chunk": max(1, 4096 // x.ne[0])})
+
+
+# -- tiles --------------------------------------------------------------------------------------------------------------------
+
+
+def _rows_at_once(cols: int) -> int:
+    """Rows whose sums stay in registers together."""
+    if wide_registers():
+        return ROWS if cols <= 2 else 2
+    return 2 if cols == 1 else 1
+
+
+def _dots(b: Any, ir: Any, kind: Words, cols: int, operands: Any) -> None:
+    """Partial sums of 4 rows x cols columns as gemv's tiles have them, over n_whole super-blocks and n_left blocks of 32 more."""
+    a, a_row, a_last, x, x_col, n_whole, n_left, ahead, dst, scratch = operands
+    i64, zero = ir.IntType(64), float_constant(ir, 0.0)
+    per_block = kind.nbytes // 8
+    x_cols = [b.gep(x, [b.mul(x_col, i64(c))]) for c in range(cols)]
+    at_once = _rows_at_once(cols)
+
+    def blocks(p: Any, last: Any = None) -> list[Any]:
+        """Pointers to the blocks of a super-block; those beyond the last are the last."""
+        if not kind.blocks:
+            return [p]
+        places = [i64(k) if last is None else b.select(b.icmp_signed("<", last, i64(k)), last, i64(k)) for k in range(8)]
+        return [b.gep(p, [b.mul(k, i64(per_block))]) for k in places]
+
+    def products(rows: list[list[Any]], slots: list[Any], xs: list[Any], acc: list[Any]) -> list[Any]:
+        """Add one super-block of each row times each column."""
+        numbers = [kind.build(b, ir, r, s) for r, s in zip(rows, slots, strict=True)]
+        sums: list[Any] = [None] * (len(rows) * cols)
+        for j in range(8):
+            xv = [load(b, ir, b.gep(p, [i64(64 * j)]), ir.IntType(16), 32, 2) for p in xs]
+            for r, row in enumerate(numbers):
+                w = next(row)
+                for c in range(cols):
+                    t, k = multiply_pairs(b, ir, w, xv[c]), r * cols + c
+                    if kind.blocks:
+                        f, d = b.sitofp(t, zero.type), _splat_at(b, ir, slots[r], 4 * j)
+                        sums[k] = b.fmul(f, d) if j == 0 else multiply_add(b, ir, f, d, sums[k])
+                    else:
+                        sums[k] = t if j == 0 else b.add(sums[k], t)
+        for r, s in enumerate(slots):
+            for c, p in enumerate(xs):
+                k = r * cols + c
+                v = sums[k] if kind.blocks else b.fmul(b.sitofp(sums[k], zero.type), _splat_at(b, ir, s, 0))
+                if kind.offsets:
+                    of = load_floats(b, ir, b.gep(p, [i64(X_SUMS32 if kind.offsets == 32 else X_SUMS16)]))
+                    v = multiply_add(b, ir, load_floats(b, ir, b.gep(s, [i64(OFFSETS)])), of, v)
+                acc[k] = multiply_add(b, ir, v, _splat_at(b, ir, p, X_SCALE), acc[k])
+        return acc
+
+    for r0 in range(0, ROWS, at_once):
+        numbers = range(r0, r0 + at_once)
+        rows = [b.gep(a, [b.mul(a_row, b.select(b.icmp_signed("<", a_last, i64(r)), a_last, i64(r)))]) for r in numbers]
+
+        def slots(i: Any) -> list[Any]:
+            """Where what is unpacked of super-block i stands; two take turns."""
+            return [b.gep(scratch, [b.add(b.mul(b.and_(i, i64(1)), i64(ROWS * UNPACKED)), i64(r * UNPACKED))]) for r in range(at_once)]
+
+        def unpack(i: Any, last: Any = None, rows: list[Any] = rows) -> None:
+            for p, s in zip(rows, slots(i), strict=True):
+                kind.unpack(b, ir, blocks(b.gep(p, [b.mul(i, i64(kind.nbytes))]), last), s)
+
+        def start(_: Any, __: list[Any]) -> list[Any]:
+            unpack(i64(0))
+            return []
+
+        def turn(i: Any, acc: list[Any], rows: list[Any] = rows) -> list[Any]:
+            here = [b.gep(p, [b.mul(i, i64(kind.nbytes))]) for p in rows]
+            for p in here:
+                for line in range(0, kind.nbytes, 64):
+                    prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]))
+            following = b.add(i, i64(1))
+            unpack(b.select(b.icmp_signed("<", following, n_whole), following, i))
+            return products([blocks(p) for p in here], slots(i), [b.gep(p, [b.mul(i, i64(X_BYTES))]) for p in x_cols], acc)
+
+        def rest(_: Any, acc: list[Any], rows: list[Any] = rows) -> list[Any]:
+            last = b.sub(n_left, i64(1))
+            unpack(n_whole, last)
+            here = [blocks(b.gep(p, [b.mul(n_whole, i64(kind.nbytes))]), last) for p in rows]
+            return products(here, slots(n_whole), [b.gep(p, [b.mul(n_whole, i64(X_BYTES))]) for p in x_cols], acc)
+
+        some = b.zext(b.icmp_signed(">", n_whole, i64(0)), i64)
+        loop(b, ir, some, [], start)
+        sums = loop(b, ir, n_whole, [zero] * (at_once * cols), turn)
+        if kind.blocks:
+            sums = loop(b, ir, b.zext(b.icmp_signed(">", n_left, i64(0)), i64), sums, rest)
+        for i, v in enumerate(sums):
+            store_floats(b, b.gep(dst, [i64(i % cols * SUMS + (r0 + i // cols) * 64)]), v)
+
+
+def _splat_at(b: Any, ir: Any, p: Any, offset: int) -> Any:
+    """A float32, in all lanes."""
+    return splat(b, ir, b.load(b.bitcast(b.gep(p, [ir.IntType(64)(offset)]), ir.FloatType().as_pointer()), align=4))
+
+
+def _tile(name: str, kind: Words, cols: int) -> Intrinsic:
+    def build(b: Any, ir: Any, *operands: Any) -> None:
+        _dots(b, ir, kind, cols, operands)
+
+    build.__name__ = f"words_{name}_{cols}"
+    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, i64, ptr, ptr)", build)
+
+
+TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, w, c) for t, w in WORDS.items() for c in range(1, MAX_COLS + 1)}
+globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
+
+
+# -- the kernel ---------------------------------------------------------------------------------------------------------------
+
+
+def _not_words(node: Node) -> str | None:
+    a, _ = operands_of(node)
+    return f"a is {a.dtype.name}" if a.dtype.name not in WORDS else columns_refused(node)
+
+
+def _binds(node: Node) -> dict[str, Any]:
+    a, cols = operands_of(node)[0].dtype.name, tile_columns(node)
+    return {"dots": TILES[a, cols], "COLS": cols}
+
+
+@helper
+def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_whole: Any, _n_left: Any, _ahead: Any, _dst: Any, _scratch: Any) -> None:
+    """A tile; bound to the type's."""
+
+
+COLS = 1  # bound
+
+
+def _scratch(_: Node) -> int:
+    return LANES * 4 + 2 * ROWS * UNPACKED + MAX_COLS * SUMS
+
+
+def mul_mat_words(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, what is unpacked, partial sums of COLS columns x 16 rows."""
+    n_mb, tile = (a.ne1 + LANES - 1) // LANES, ROWS * a.nb1
+    ahead = (AHEAD + tile - 1) // tile * tile
+    unpacked, sums = at(scratch, LANES * 4), at(scratch, LANES * 4 + 2 * ROWS * UNPACKED)
+    n_whole, n_left = a.ne0 // SUPER, a.ne0 % SUPER // 32
+    for item in range(i0, i1):
+        batch, m0 = item // n_mb, item % n_mb * LANES
+        i2, i3, m = batch % out.ne2, batch // out.ne2, min(LANES, a.ne1 - m0)
+        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
+        x_p = at(x.p, i2 // (out.ne2 // x.ne2) * x.nb2 + i3 // (out.ne3 // x.ne3) * x.nb3)
+        o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
+        for j in range(0, x.ne1, COLS):
+            first = min(j, x.ne1 - COLS)  # the last tile may compute columns again: they come out the same
+            for r in range(0, m, ROWS):
+                dots(at(a_p, r * a.nb1), a.nb1, min(ROWS, m - r) - 1, at(x_p, first * x.nb1), x.nb1, n_whole, n_left, ahead,
+                     at(sums, r * LANES * 4), unpacked)
+            for c in range(COLS):
+                o = at(o_p, (first + c) * out.nb1)
+                add_sums_16(o if m == LANES else scratch, at(sums, c * SUMS), 1)
+                if m < LANES:
+                    copy_bytes(o, scratch, m * 4)
+
+
+OPTIONS: dict[str, Any] = {"when": _not_words, "rounds": True, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "bind": _binds,
+                           "before": _quantized, "scratch": _scratch}

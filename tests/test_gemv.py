@@ -1,0 +1,124 @@
+"""MUL_MAT of few columns, in float32 and in whole numbers: types, numbers of columns and edges against float64, and bits that depend on
+the two rows alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pyggml as pg
+from pyggml.backends import open_backend
+from pyggml.backends.cpu import CpuBackend
+from pyggml.cases import random_blocks
+from pyggml.cpu.level import LEVELS, host_level
+from pyggml.dtypes import dtype
+from pyggml.graph import Graph
+from pyggml.ops.matmul.defs import mul_mat
+from pyggml.ops.matmul.gemv import MAX_N
+from pyggml.quants import WEIGHT_TYPES, dequantize
+from pyggml.quants.units_cpu import UNITS
+from pyggml.quants.words_cpu import WORDS
+from pyggml.tensor import Tensor, encode
+from pyggml.testing import nmse
+
+NAMES = [t.name for t in WEIGHT_TYPES]
+KINDS = [("f32", name, 1e-12) for name in NAMES] + [("auto", name, 5e-8) for name in WORDS]  # prec, type, limit
+KERNEL = {"f32": "mul_mat_few", "auto": "mul_mat_words"}
+LOWER = [v for v in ("portable", "avx2") if LEVELS.index(v) < LEVELS.index(host_level())]
+
+
+def weights(name: str, k: int, m: int, n_batch: int = 1) -> tuple[Tensor, np.ndarray]:
+    """A constant [k, m, n_batch] of random values of a type, and the values in float64 [n_batch, m, k]."""
+    rng, dt = np.random.default_rng(k + m), dtype(name)
+    if dt.is_quantized:
+        raw = random_blocks(dt, n_batch * m * k // dt.block, rng).reshape(-1)
+    else:
+        raw = encode(rng.uniform(-1, 1, (n_batch, m, k)).astype(np.float32), dt).reshape(-1).view(np.uint8)
+    return pg.raw_tensor(raw, dt, (k, m, n_batch), "a"), dequantize(raw.reshape(n_batch, m, -1), dt).astype(np.float64)
+
+
+def products(backend: CpuBackend, a: Tensor, x: np.ndarray, counts: list[int], kernel: str = "mul_mat_few") -> list[np.ndarray]:
+    """a times the first n columns of x, for each n, by one graph: its kernels compile together."""
+    ins = [pg.tensor([x.shape[-1], n, a.ne[2]], "f32", name=f"x{n}") for n in counts]
+    outs = [mul_mat(a, t) for t in ins]
+    runner = backend.compile(Graph(outs))
+    assert {s.kernel_name for s in runner.plan.steps} - {"quantize_columns"} == {kernel}
+    for t, n in zip(ins, counts, strict=True):
+        runner.set(t, np.ascontiguousarray(x[:, :n]).reshape(t.ne[2::-1]))
+    runner.run()
+    return [runner.get(y).reshape(a.ne[2], n, a.ne[1]) for y, n in zip(outs, counts, strict=True)]
+
+
+@pytest.mark.parametrize(("prec", "name", "limit"), KINDS)
+def test_every_number_of_columns(prec: str, name: str, limit: float) -> None:
+    """Rows that fill no item, two batches; a column is the same whatever the others and the threads are."""
+    a, wide = weights(name, 800 if dtype(name).block < 256 else 1280, 37, 2)
+    x = np.random.default_rng(1).uniform(-1, 1, (2, MAX_N, a.ne[0])).astype(np.float32)
+    counts = list(range(1, MAX_N + 1)) if name in ("q8_0", "q4_K") else [1, 4]
+    got = products(open_backend("cpu", threads=2, poison=True, prec=prec), a, x, counts, KERNEL[prec])
+    n = counts[-1]
+    assert nmse(got[-1], x[:, :n].astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
+    assert all(np.array_equal(g, got[-1][:, :c]) for g, c in zip(got, counts, strict=True))
+    for threads in (1, 7):
+        assert np.array_equal(products(open_backend("cpu", threads=threads, prec=prec), a, x, [4], KERNEL[prec])[0], got[-1][:, :4])
+
+
+@pytest.mark.parametrize(("prec", "name", "limit"), KINDS)
+def test_short_rows(prec: str, name: str, limit: float) -> None:
+    """K of one to a few blocks: the loops' whole turns and what is left of them."""
+    block = UNITS[name].n
+    for k in (block, 3 * block, 9 * block):
+        a, wide = weights(name, k, 5)
+        x = np.random.default_rng(2).uniform(-1, 1, (1, 4, k)).astype(np.float32)
+        got = products(open_backend("cpu", threads=1, prec=prec), a, x, [4], KERNEL[prec])[0]
+        assert nmse(got, x.astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
+
+
+@pytest.mark.parametrize("prec", ["f32", "auto"])
+@pytest.mark.parametrize("level", LOWER)
+def test_lower_levels_give_the_same_values(level: str, prec: str) -> None:
+    kinds = [(*weights(name, 768, 21), limit) for p, name, limit in KINDS if p == prec]
+    x = np.random.default_rng(3).uniform(-1, 1, (2, 768)).astype(np.float32)
+    outs = [mul_mat(a, pg.tensor(x)) for a, _, _ in kinds]
+    runner = open_backend("cpu", threads=2, level=level, prec=prec).compile(Graph(outs))
+    assert {s.kernel_name for s in runner.plan.steps} - {"quantize_columns"} == {KERNEL[prec]}
+    runner.run()
+    for y, (_, wide, limit) in zip(outs, kinds, strict=True):
+        assert nmse(runner.get(y)[0, 0], x.astype(np.float64) @ wide[0].T) <= limit
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_K", "bf16"])
+def test_batches_of_b_are_columns_of_one_product(name: str) -> None:
+    """Several sequences' tokens: the weights are read once for all, and each gets what it gets alone."""
+    a, _ = weights(name, 512, 40)
+    x = np.random.default_rng(4).uniform(-1, 1, (4, 1, 512)).astype(np.float32)
+    whole = mul_mat(a, pg.tensor(x))
+    plan = open_backend("cpu").plan(Graph([whole]))
+    assert plan.steps[-1].kernel.items == 3
+    got = pg.compute(whole, {}, threads=2)
+    assert all(np.array_equal(got[i].ravel(), pg.compute(mul_mat(a, pg.tensor(x[i])), {}, threads=1).ravel()) for i in range(4))
+    gaps = pg.tensor([512, 2, 4], "f32", name="gaps")
+    strided = mul_mat(a, pg.view(gaps, [512, 1, 4], [gaps.nb[2]] * 2))  # every other row
+    values = np.zeros((4, 2, 512), np.float32)
+    values[:, :1] = x
+    assert np.array_equal(pg.compute(strided, {gaps: values}, threads=2).reshape(got.shape), got)
+
+
+def test_largest_numbers_do_not_overflow() -> None:
+    """q6_K: numbers of -32, scales of -128 and equal activations reach 4096 x 32767 x 16, just below 2^31."""
+    block = np.zeros(210, np.uint8)
+    block[192:208] = 128
+    block[208:210] = np.array([2.0 ** -12], "<f2").view(np.uint8)
+    a = pg.raw_tensor(np.tile(block, 32), dtype("q6_K"), (512, 16), "a")
+    for sign in (1, -1):
+        got = pg.compute(mul_mat(a, pg.tensor(np.full((1, 512), sign, np.float32))), {}, threads=1)
+        assert np.allclose(got, sign * 512.0, rtol=1e-6)
+
+
+def test_activations_that_are_no_numbers_or_tiny() -> None:
+    a, wide = weights("q8_0", 512, 16)
+    x = np.zeros((5, 512), np.float32)
+    x[1, 7], x[2, 300], x[3] = np.inf, np.nan, np.random.default_rng(5).uniform(-1e-37, 1e-37, 512)
+    got = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=1)
+    assert np.isnan(got[1:3]).all() and not got[0].any() and not got[4].any()
+    assert np.abs(got[3]).max() <= 2e-37 * np.abs(wide[0]).sum()
