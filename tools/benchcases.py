@@ -186,7 +186,7 @@ def context_lists(p: argparse.ArgumentParser) -> None:
     several(p, "-tb", "--threads-batch", kind=ranges(1), metavar="N,..", text="threads for graphs of several tokens per sequence (as -t)")
     several(p, "-ctk", "--cache-type-k", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(CACHE_TYPES)} (f16)")
     several(p, "-ctv", "--cache-type-v", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the V cache (f16)")
-    several(p, "--prec", kind=each(word(*PRECISIONS)), metavar="PREC,..", text="auto, or f32: no product rounds what it reads to bfloat16 (auto)")
+    several(p, "--prec", kind=each(word(*PRECISIONS)), metavar="PREC,..", text="auto, or f32: no kernel rounds what it reads (auto)")
     p.add_argument("-fa", "--flash-attn", action="extend", nargs="?", const=["on"], type=each(attention), metavar="on|off|auto,..",
                    help="attention as one op: on, off, or where the backend has it (auto)")
     several(p, "--backend", kind=each(word(*(n for n in NAMES if n != "null"))), metavar="NAME,..",
