@@ -300,10 +300,10 @@ def test_an_op_replaced_by_a_graph(mine: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_wrong_replacement_gets_no_speed(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    base, own = rows(capsys, "-p", "4", "-n", "0", "--replace", f"CONT={mine}:plus_one", code=1)
+    base, own = rows(capsys, "-p", "4", "-n", "0", "--replace", f"SILU={mine}:plus_one", code=1)
     assert base["avg_ts"] > 0 and own["avg_ts"] is own["median_ts"] is own["samples_ts"] is own["vs_base"] is None
     assert re.match(r"logits differ from scan: NMSE .*, limit 1e-02", own["check"])
-    assert "wrong" in bench(capsys, "-p", "4", "-n", "0", "--replace", f"CONT={mine}:plus_one", "-o", "md", code=1).splitlines()[-1]
+    assert "wrong" in bench(capsys, "-p", "4", "-n", "0", "--replace", f"SILU={mine}:plus_one", "-o", "md", code=1).splitlines()[-1]
 
 
 def test_forms_are_held_against_each_other() -> None:
@@ -384,7 +384,7 @@ def test_the_peer_runs_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [r["vs_peer"] for r in found[:3]] == [pytest.approx(r["median_ts"] / found[2]["median_ts"]) for r in found[:2]] + [None]
     calls = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     context = next(c[1] for c in calls if c[0] == "context")
-    assert context == {"n_ctx": 5, "n_batch": 4, "n_ubatch": 2, "n_threads": 2, "n_threads_batch": 1, "type_k": 1, "type_v": 1}
+    assert context == {"n_ctx": 5, "n_batch": 4, "n_ubatch": 2, "n_threads": 2, "n_threads_batch": 1, "type_k": 1, "type_v": 1, "flash_attn_type": -1}
     lane = ModelLane(pg.load_model(pg.models.demo_path()), Case(settings(), 5, 0), SharedMemory())
     ids = lane.prompt.tolist()
     run = [["clear"], ["decode", ids[:4]], ["decode", ids[4:]]]
@@ -474,5 +474,16 @@ def test_a_graph_of_another_shape(mine: str) -> None:
 
 
 def test_options_without_effect_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "-p", "2", "-n", "0", "-ngl", "99", "-fa", "1", "-mmp", "0", *QUICK]) == 0
-    assert capsys.readouterr().err.splitlines()[0].startswith("note: without effect: -ngl (there is no GPU backend), -fa (")
+    assert main(["bench", "-p", "2", "-n", "0", "-ngl", "99", "-mmp", "0", *QUICK]) == 0
+    assert capsys.readouterr().err.splitlines()[0] == "note: without effect: -ngl (there is no GPU backend), -mmp (files are always mapped)"
+
+
+def test_attention_as_one_op_or_several(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each attention layer in several ops has two more products' and a softmax's nodes; the logits agree."""
+    found = rows(capsys, "-p", "6", "-n", "0", "--mamba2", "scan", "-fa", "0,1", "-fa", "auto")
+    off, on, auto = (r["n_nodes"] for r in found)
+    assert [r["flash_attn"] for r in found] == ["off", "on", "auto"] and off > on == auto
+    assert all(r["check"] == "ok" and r["logits_nmse"] < 1e-6 for r in found)
+    assert [s.flash_attn for s in product(parsed("-fa"))] == ["on"]
+    with pytest.raises(SystemExit, match="2"):
+        parsed("-fa", "yes")

@@ -503,6 +503,7 @@ def test_pairing() -> None:
     (("--ids", "1,2,3", "-ub", "2"), "3 tokens to trace; legal: at most -ub 2"),
     (("--ids", "1,99999"), "token id 99999"),
     (("-p", "x", "--level", "sse"), "level"),
+    (("-p", "x", "--diff", "fa=maybe", "scan"), "--diff fa=maybe: fa: invalid choice: 'maybe'; legal: on, off, auto, 0, 1"),
     (("-p", "x", "--save", __file__), "--save .*: "),
 ])
 def test_faults_end_in_one_line(args: tuple[str, ...], match: str, capsys: pytest.CaptureFixture[str]) -> None:

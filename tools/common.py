@@ -54,6 +54,14 @@ def precision(text: str) -> str:
     return text
 
 
+def attention(text: str) -> str:
+    """An argparse type: a key of FLASH_ATTN, or llama-bench's 0 and 1."""
+    found = {"0": "off", "1": "on"}.get(text, text)
+    if found not in FLASH_ATTN:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; legal: {', '.join(FLASH_ATTN)}, 0, 1")
+    return found
+
+
 def form(text: str) -> str | Callable[..., Any]:
     """An argparse type: a form of the Mamba2 layers by name, or a user's function."""
     if text in ("auto", *FORMS):
@@ -100,8 +108,9 @@ def context_options(p: argparse.ArgumentParser, n_ctx: int = 4096) -> None:
     p.add_argument("-c", "--ctx-size", type=whole(1), default=n_ctx, metavar="N", help=f"tokens of context ({n_ctx})")
     p.add_argument("-ub", "--ubatch-size", type=whole(1), default=512, metavar="N", help="tokens per graph (512)")
     p.add_argument("-t", "--threads", type=whole(1, 256), metavar="N", help="threads (all cores)")
-    p.add_argument("--prec", choices=PRECISIONS, default="auto", help="f32: no product rounds what it reads to bfloat16 (auto)")
-    p.add_argument("-fa", "--flash-attn", choices=FLASH_ATTN, default="auto", help="attention as one op: on, off, or where the backend has it (auto)")
+    p.add_argument("--prec", choices=PRECISIONS, default="auto", help="auto, or f32: no kernel rounds what it reads (auto)")
+    p.add_argument("-fa", "--flash-attn", type=attention, default="auto", metavar="on|off|auto", help="attention as one op: on, off, or where the backend "
+                   "has it (auto)")
     p.add_argument("--mamba2", type=form, default="auto", metavar="FORM", help="graph of the Mamba2 layers: auto, scan, ssd, ssd-fused, or a function of "
                    "yours as FILE.py:FUNCTION or MODULE:FUNCTION, with the signature of mamba2_layer (auto)")
     p.add_argument("--chunk", type=chunk, metavar="N|none", help="tokens per chunk of the ssd forms; none: one chunk (default: by a limit on plan memory)")

@@ -22,7 +22,8 @@ LEGAL = "legal: what bench writes with -o json or -o jsonl"
 NEEDED = ("n_prompt", "n_gen", "n_ubatch", "avg_ts")
 # What tells results of one test apart, besides form, chunk, variant and engine: named where a model's results differ in it.
 DETAILS = {"n_threads": "{} threads", "n_depth": "depth {}", "n_batch": "batch {}", "type_k": "K {}", "type_v": "V {}", "type_r": "conv state {}",
-           "type_s": "SSM state {}", "prec": "prec {}", "ssd_precision": "ssd precision {}"}
+           "type_s": "SSM state {}", "prec": "prec {}", "ssd_precision": "ssd precision {}",
+           "flash_attn": "flash attention {}"}
 TIE = math.log(1.02)  # a lead that says nothing
 Points = dict[int, float]  # tokens per second by ubatch
 

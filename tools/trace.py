@@ -23,7 +23,21 @@ from pyggml.models.layers import FORMS
 from pyggml.registry import load_ops
 from pyggml.runtime.memory import KV_PAD
 from pyggml.runtime.trace import Sink, Traced, TracedBackend
-from pyggml.tools.common import FLASH_ATTN, chunk, context_options, counted, form, form_name, model_options, note, numbers, open_model, precision, whole
+from pyggml.tools.common import (
+    FLASH_ATTN,
+    attention,
+    chunk,
+    context_options,
+    counted,
+    form,
+    form_name,
+    model_options,
+    note,
+    numbers,
+    open_model,
+    precision,
+    whole,
+)
 from pyggml.tools.records import FORMATS, Column, Row, write_rows
 from pyggml.tools.run import read_prompt
 from pyggml.tools.trace_diff import Difference, Dump, Item, Side, compare, finite, item_of, pair, read_dump, read_pairs, text_side
@@ -35,7 +49,7 @@ NAMED = ("auto", *FORMS)
 # What a run specification may change: key -> (attribute, parser).
 KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "m": ("model", str), "mamba2": ("mamba2", form), "chunk": ("chunk", chunk), "ssd-precision": ("ssd_precision", precision),
-    "backend": ("backend", str), "level": ("level", str), "prec": ("prec", str), "fa": ("flash_attn", str),
+    "backend": ("backend", str), "level": ("level", str), "prec": ("prec", str), "fa": ("flash_attn", attention),
     "t": ("threads", whole(1, 256)), "ub": ("ubatch_size", whole(1)), "ctk": ("cache_type_k", str), "ctv": ("cache_type_v", str),
     "type-r": ("type_r", str), "type-s": ("type_s", str)}
 SPEC = ("Steps run on one thread unless -t asks for more, so that their times hold no waiting, with --prec f32 unless auto is asked for, so that "

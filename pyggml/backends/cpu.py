@@ -26,8 +26,8 @@ POISON = 0xFF  # fills memory with NaN in every float type
 
 
 class CpuBackend:
-    """Options: `threads` (default: all cores), `level` (default: the host's), `prec` ("auto": products of many columns with quantized weights
-    may round both sides to bfloat16; "f32": no kernel rounds what it reads), `fuse` and `reuse` (off for bisecting),
+    """Options: `threads` (default: all cores), `level` (default: the host's), `prec` ("auto": products with quantized weights
+    may round what they read, see MUL_MAT; "f32": no kernel does), `fuse` and `reuse` (off for bisecting),
     `poison` (fill the arena with NaN at first), `guard` (unused bytes around every tensor and each thread's scratch, for tests),
     `progress(done, total)` while compiling."""
 

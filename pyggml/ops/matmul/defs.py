@@ -22,9 +22,9 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
     i2 reads a's batch i2 // (o2 / a2). Any strides, also in dim 0 (a transposed matrix need not be copied); only block types keep
     their rows whole.
 
-    Values are widened to float32 (block types dequantized), products and sums are float32; b is not quantized. With quantized
-    weights a backend may round b to 16 bits for each 256 values, and of more than 16 columns both sides to bfloat16, where its CPU multiplies
-    that faster (`prec="f32"` keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads
+    Values are widened to float32 (block types dequantized), products and sums are float32. With quantized weights a backend may
+    round b to 16 bits for each 256 values, and of more than 16 columns both sides to bfloat16, where its CPU multiplies that faster
+    (`prec="f32"` keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads
     are, one of up to 16 columns and one of more.
     Source: ggml_mul_mat.
 
