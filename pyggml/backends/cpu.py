@@ -10,6 +10,7 @@ from pyggml.backends.base import PRECISIONS, check_array, decode, require_input,
 from pyggml.cpu import tape as tp
 from pyggml.cpu.compile import ARG_WORDS, HEADER_WORDS, Progress, kernels_for
 from pyggml.cpu.fuse import group, launch_of
+from pyggml.cpu.inplace import write_pools
 from pyggml.cpu.launch import Launch, launch, launch_prepared
 from pyggml.cpu.level import check_level, host_level, level_features, n_cores
 from pyggml.cpu.order import barriers, touched
@@ -86,7 +87,7 @@ class CpuBackend:
             step.kernel_name, step.scratch = step.kernel.name, step.kernel.scratch
             return before
 
-        plan = make_plan(graph, choose, fuse=group if self.fuse else None, reuse=self.reuse, guard=self.guard)
+        plan = make_plan(graph, choose, fuse=_fused if self.fuse else None, reuse=self.reuse, guard=self.guard)
         if refused:
             raise UnsupportedOp("; ".join(refused))
         return plan
@@ -97,6 +98,10 @@ class CpuBackend:
         specs = [s.kernel.spec for s in plan.steps]
         kernels_for().addresses(TAPE_KERNELS if self.level != host_level() else [*specs, *TAPE_KERNELS], self.progress)  # all in one go
         return CpuRunner(self, plan, kernels_for(self.level).addresses(specs, self.progress))
+
+
+def _fused(graph: Graph) -> list[Step]:
+    return write_pools(graph, group(graph))
 
 
 class _PreparedInputs:

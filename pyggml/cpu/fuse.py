@@ -98,7 +98,7 @@ def group(graph: Graph) -> list[Step]:
         at = made_by[id(t)]
         chain = [*steps[at].nodes, *s.nodes]
         return (readers[id(t)] <= {n.seq for n in s.nodes} and len(chain) <= MAX_NODES and len(_outside(chain)) <= MAX_OPERANDS
-                and not any(w > at and _same_memory(root, x.root) for w, root in writes for x in steps[at].ins if x is not None))
+                and not any(w > at and same_memory(root, x.root) for w, root in writes for x in steps[at].ins if x is not None))
 
     for i, s in enumerate(steps):
         node = s.nodes[-1]
@@ -115,7 +115,7 @@ def group(graph: Graph) -> list[Step]:
     return [s for s in steps if s.nodes]
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two roots may share bytes: leaves over one array can."""
     return a is b or (a.data is not None and b.data is not None and np.may_share_memory(a.data, b.data))
 

@@ -46,8 +46,8 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
 
 @mul_mat.limits
 def _mul_mat_limit(node: Node) -> float:
-    """Measured: of few columns, b rounded to 16 bits 1.4e-8 at most (q5_1, whose offsets cancel; else 4e-10); of many, both sides rounded to 8 significant bits 5.6e-6, f16 and bf16
-    weights in planes of bfloat16 1.4e-11."""
+    """Measured: of few columns, b rounded to 16 bits 1.4e-8 at most (q5_1, whose offsets cancel; else 4e-10); of many, both sides rounded to 8
+    significant bits 5.6e-6, f16 and bf16 weights in planes of bfloat16 1.4e-11."""
     a, b = node.src
     assert a is not None and b is not None
     few = (b.n_rows if a.ne[2] * a.ne[3] == 1 else b.ne[1]) <= 16
