@@ -11,6 +11,7 @@ from pyggml.backends.base import PRECISIONS, check_array, decode, require_input,
 from pyggml.cpu import tape as tp
 from pyggml.cpu.compile import ARG_WORDS, HEADER_WORDS, Progress, kernels_for
 from pyggml.cpu.fuse import finish_of, group, join, launch_of
+from pyggml.cpu.inplace import write_pools
 from pyggml.cpu.launch import Launch, launch, launch_prepared
 from pyggml.cpu.level import check_level, host_level, level_features, n_cores
 from pyggml.cpu.order import barriers, touched
@@ -68,7 +69,8 @@ class CpuBackend:
         prepared = _PreparedInputs()
 
         def choose(step: Step) -> list[Step]:
-            node = step.nodes[0]
+            ends = step.nodes[-1].op.pointwise is not None
+            node = step.nodes[0 if ends else -1]  # the one that a kernel is chosen for
             before: list[Step] = []
             if node.op.pointwise is not None:
                 step.kernel = launch_of(step)
@@ -82,7 +84,7 @@ class CpuBackend:
                     made, before = prepared.of(k.options["before"](node), node)
                     step.ins = [*step.ins, made]
                 step.kernel = launch(k, node, made)
-                if len(step.nodes) > 1:
+                if ends:
                     _end_with(step)
                 if node.op.inplace is not None:
                     prepared.written(node.out)
@@ -94,7 +96,7 @@ class CpuBackend:
             return k is not None and bool(k.options.get("epilogue"))
 
         def fused(graph: Graph) -> list[Step]:
-            return join(graph, group(graph), ends_with_chains)
+            return write_pools(graph, join(graph, group(graph), ends_with_chains))
 
         plan = make_plan(graph, choose, fuse=fused if self.fuse else None, reuse=self.reuse, guard=self.guard)
         if refused:

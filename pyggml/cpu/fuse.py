@@ -98,7 +98,7 @@ def group(graph: Graph) -> list[Step]:
         at = made_by[id(t)]
         chain = [*steps[at].nodes, *s.nodes]
         return (readers[id(t)] <= {n.seq for n in s.nodes} and len(chain) <= MAX_NODES and len(_outside(chain)) <= MAX_OPERANDS
-                and not any(w > at and _same_memory(root, x.root) for w, root in writes for x in steps[at].ins if x is not None))
+                and not any(w > at and same_memory(root, x.root) for w, root in writes for x in steps[at].ins if x is not None))
 
     for i, s in enumerate(steps):
         node = s.nodes[-1]
@@ -134,7 +134,7 @@ def join(graph: Graph, steps: list[Step], takes: Callable[[Node], bool]) -> list
         at, out = made_by[id(t)], steps[i].nodes[-1].out
         ins = [x.root for x in steps[at].ins if x is not None]
         return (t.dtype is out.dtype is F32 and t.ne == out.ne and _runs_along(steps[i].nodes, t) and takes(steps[at].nodes[0])
-                and not any(at < w < i and _same_memory(root, x) for w, root in writes for x in ins))
+                and not any(at < w < i and same_memory(root, x) for w, root in writes for x in ins))
 
     for i, s in enumerate(steps):
         t = next((x for x in s.ins if joins(x, i)), None) if s.nodes[0].op.pointwise is not None else None
@@ -179,7 +179,7 @@ def finish_of(chain: Sequence[Node], t: Tensor) -> tuple[simd.Helper, list[Tenso
     return simd.Helper(_function(source, "finish"), binds), others, params
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two roots may share bytes: leaves over one array can."""
     return a is b or (a.data is not None and b.data is not None and np.may_share_memory(a.data, b.data))
 

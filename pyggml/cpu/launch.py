@@ -13,6 +13,7 @@ Options of `@kernel(op, "cpu", ...)`, each a function of the node:
            is then bound to `finish`, a helper of the kernel's module that otherwise does nothing
   needs    a set of LLVM's names of CPU features, without which the kernel is not chosen
   rounds   True: the kernel rounds its inputs to less than their type; not chosen where the backend's prec is f32
+  pool     numbers of an output, an input and the input with its rows' ids: the kernel can write that output into those rows (see inplace)
   before   what is to be made of an input first (registry.Prepared, whose options are these too); the kernel takes it as its last operand
 """
 

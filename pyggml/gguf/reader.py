@@ -6,6 +6,7 @@ bytes that are left before anything is read or allocated with it; a fault ends i
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
@@ -160,6 +161,9 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
             if os.fstat(file.fileno()).st_size == 0:
                 raise EOFError("the file is empty")  # mmap's own words would be about a length
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a wish: pages of 2 MB where the system has them, as weights are read once per token
+                    mapped.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, ValueError, EOFError) as err:
         raise FormatError(f"{name}: cannot be read: {os_reason(err)}") from None
     return _read_header(name, mapped)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pyggml.cpu.vector import (
     LANES,
     bytes_to_floats,
+    concat,
     float_constant,
     halves_to_floats,
     int_constant,
@@ -156,22 +157,24 @@ def _scale_and_min(b: Any, ir: Any, p: Any, offset: int) -> Any:
     return b.fmul(shuffle(b, ir, pair, pair, [0] * 8 + [1] * 8), ir.Constant(ir.VectorType(ir.FloatType(), LANES), [1.0] * 8 + [-1.0] * 8))
 
 
-def six_bit_ints(b: Any, ir: Any, p: Any) -> Any:
-    """Of q4_K and q5_K: eight scales, then eight mins, from 12 bytes of six-bit numbers."""
-    i32 = ir.IntType(32)
+def six_bit_words(b: Any, ir: Any, p: Any) -> tuple[Any, Any]:
+    """Of q4_K and q5_K: eight scales and eight mins, a byte each of two 64-bit words, from 12 bytes of six-bit numbers."""
+    i32, i64 = ir.IntType(32), ir.IntType(64)
     x, y, z = (b.load(b.bitcast(at_byte(b, ir, p, 4 + 4 * i), i32.as_pointer()), align=2) for i in range(3))
     low, pairs, nibbles = i32(0x3F3F3F3F), i32(0x30303030), i32(0x0F0F0F0F)
-    words = [b.and_(x, low), b.or_(b.and_(z, nibbles), b.and_(b.lshr(x, i32(2)), pairs)),
-             b.and_(y, low), b.or_(b.and_(b.lshr(z, i32(4)), nibbles), b.and_(b.lshr(y, i32(2)), pairs))]
-    v = ir.Constant(ir.VectorType(i32, 4), ir.Undefined)
-    for i, w in enumerate(words):
-        v = b.insert_element(v, w, i32(i))
-    return b.zext(b.bitcast(v, ir.VectorType(ir.IntType(8), LANES)), ir.VectorType(i32, LANES))
+
+    def word(first: Any, last: Any) -> Any:
+        upper = b.or_(b.and_(last, nibbles), b.and_(b.lshr(first, i32(2)), pairs))
+        return b.or_(b.zext(b.and_(first, low), i64), b.shl(b.zext(upper, i64), i64(32)))
+
+    return word(x, z), word(y, b.lshr(z, i32(4)))
 
 
 def _unpack_k4(b: Any, ir: Any, p: Any, s: Any) -> None:
     """Eight scales d sc, eight offsets -dmin mn."""
-    store_floats(b, s, b.fmul(_scale_and_min(b, ir, p, 0), int_floats(b, ir, six_bit_ints(b, ir, p))))
+    scales, mins = (b.bitcast(v, ir.VectorType(ir.IntType(8), 8)) for v in six_bit_words(b, ir, p))
+    q = b.zext(concat(b, ir, scales, mins), ir.VectorType(ir.IntType(32), LANES))
+    store_floats(b, s, b.fmul(_scale_and_min(b, ir, p, 0), int_floats(b, ir, q)))
 
 
 def _q4_K(b: Any, ir: Any, p: Any, s: Any) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from pyggml.cpu.vector import LANES, concat, float_constant, halves_to_floats, int_constant, load_bytes, shuffle, splat, store_floats
+from pyggml.cpu.vector import concat, float_constant, halves_to_floats, int_constant, load, load_bytes, shuffle, splat, store_floats
 from pyggml.quants.units_cpu import (
     UNITS,
     and_all,
@@ -28,7 +28,7 @@ from pyggml.quants.units_cpu import (
     int_floats,
     scale_ints_q3_K,
     shift_right,
-    six_bit_ints,
+    six_bit_words,
 )
 
 SUPER = 256
@@ -112,24 +112,28 @@ def _store_d(b: Any, ir: Any, p: Any, s: Any, offset: int) -> None:
     store_floats(b, s, shuffle(b, ir, d, d, range(4)))
 
 
-def _scale(b: Any, ir: Any, s: Any, i: int, n: int) -> Any:
-    """Scale i, 2 n times."""
-    return splat(b, ir, b.load(b.bitcast(at_byte(b, ir, s, SCALES + 4 * i), ir.IntType(32).as_pointer()), align=4), n)
-
-
 def _scaled(b: Any, ir: Any, q: Any, s: Any, g: int, per: int) -> Any:
     """Group g of 32 numbers times its scale, or each half times its own."""
-    scales = _scale(b, ir, s, g, LANES) if per == 32 else concat(b, ir, _scale(b, ir, s, 2 * g, 8), _scale(b, ir, s, 2 * g + 1, 8))
+    place, i32 = at_byte(b, ir, s, SCALES + 4 * g * (32 // per)), ir.IntType(32)
+    if per == 32:
+        scales = splat(b, ir, b.load(b.bitcast(place, i32.as_pointer()), align=4))
+    else:
+        pair = load(b, ir, place, i32, 2, 4)
+        scales = shuffle(b, ir, pair, pair, [0] * 8 + [1] * 8)
     return b.mul(q, b.bitcast(scales, q.type))
 
 
 def _unpack_k4(b: Any, ir: Any, blocks: list[Any], s: Any) -> None:
-    p = blocks[0]
-    v = six_bit_ints(b, ir, p)
-    _store_scales(b, ir, s, v)
-    mins = b.fmul(half_splat(b, ir, p, 2), ir.Constant(ir.VectorType(ir.FloatType(), LANES), [0.0] * 8 + [-1.0] * 8))
-    store_floats(b, at_byte(b, ir, s, OFFSETS), b.fmul(mins, int_floats(b, ir, v)))
-    _store_d(b, ir, p, s, 0)
+    # Half-width vectors: this is done for each row and would otherwise take as long as the products of one column.
+    p, f32 = blocks[0], ir.VectorType(ir.FloatType(), 8)
+    scales, mins = (b.zext(b.bitcast(v, ir.VectorType(ir.IntType(8), 8)), ir.VectorType(ir.IntType(32), 8)) for v in six_bit_words(b, ir, p))
+    twice = b.or_(scales, b.shl(scales, int_constant(ir, 16, 8)))
+    b.store(twice, b.bitcast(at_byte(b, ir, s, SCALES), twice.type.as_pointer()), align=4)
+    pair = halves_to_floats(b, ir, load(b, ir, p, ir.IntType(16), 2, 2))
+    m = b.fsub(ir.Constant(f32, [-0.0] * 8), shuffle(b, ir, pair, pair, [1] * 8))
+    store_floats(b, at_byte(b, ir, s, OFFSETS), float_constant(ir, 0.0, 8))
+    store_floats(b, at_byte(b, ir, s, OFFSETS + 32), b.fmul(m, int_floats(b, ir, mins)))
+    b.store(b.extract_element(pair, ir.IntType(32)(0)), b.bitcast(s, ir.FloatType().as_pointer()), align=4)
 
 
 def _q4_K(b: Any, ir: Any, blocks: list[Any], s: Any) -> Iterator[Any]:

@@ -21,7 +21,7 @@ K_BLOCK = 1024  # values of k that are summed at a time, here and in `mul_mat`; 
 MAX_COLS, ROWS = 4, 4  # of a tile
 TURN = 64  # weights of a row per turn of a tile's loop, at least
 AHEAD = 8192  # bytes that prefetches run ahead of the loads, at least: the hardware's own do not follow 4 rows of some blocks each
-CHUNK_BYTES = 64 << 10  # of weights that a thread takes at a time
+CHUNK_BYTES, MIN_CHUNKS = 64 << 10, 32  # of weights that a thread takes at a time; less of matrices that would not come in so many
 SUMS = LANES * LANES * 4  # bytes of the partial sums of 16 rows and a column
 
 
@@ -167,9 +167,9 @@ def row_items(node: Node) -> int:
 
 
 def row_chunk(node: Node) -> int:
-    """Items of CHUNK_BYTES of weights."""
+    """Items that a thread takes at a time."""
     a, _ = operands_of(node)
-    return CHUNK_BYTES // (LANES * a.dtype.row_bytes(a.ne[0]))
+    return min(CHUNK_BYTES // (LANES * a.dtype.row_bytes(a.ne[0])), row_items(node) // MIN_CHUNKS)
 
 
 def tile_columns(node: Node) -> int:

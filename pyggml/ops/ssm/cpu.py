@@ -35,7 +35,7 @@ from pyggml.tensor import Node
 CHANNELS, TIMES = 64, 64  # of an SSM_CONV item
 TIME_ROW = (TIMES + 16) * 4  # bytes of a channel's times in scratch: no power of two, whose rows would share cache sets
 TOKENS = 16  # of a block of SSM_SCAN
-D_STATE, IN_PLACE = 16, True  # bound to the node's: a constant row size makes the rows' offsets part of the instructions
+D_STATE, IN_PLACE, POOL = 16, True, False  # bound to the node's: a constant row size makes the rows' offsets part of the instructions
 
 
 # -- SSM_CONV -------------------------------------------------------------------------------------------------------------
@@ -190,9 +190,14 @@ def _scan_items(node: Node) -> int:
     return node.out.ne[1] * node.out.ne[3]
 
 
+def _writes_pool(node: Node) -> bool:
+    return node.outputs[1] is node.src[0]
+
+
 def _scan_chunk(node: Node) -> int:
     d_state, head_dim, _, _ = node.outputs[1].ne
-    return max(1, 16384 // (d_state * head_dim * node.out.ne[2]))
+    chunk, n_seqs = max(1, 16384 // (d_state * head_dim * node.out.ne[2])), node.out.ne[3]
+    return -(-chunk // n_seqs) * n_seqs if _writes_pool(node) else chunk  # a thread takes all sequences of a head: two may name one row
 
 
 def _scan_scratch(node: Node) -> int:
@@ -204,7 +209,7 @@ def _scan_binds(node: Node) -> dict[str, Any]:
     s, _, _, _, b, c, _ = node.src
     assert s is not None and b is not None and c is not None
     whole = s.ne[0] % LANES == 0 and s.ne[1] % LANES == 0 and s.nb[:2] == (4, 4 * s.ne[0])
-    return {"D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4,
+    return {"POOL": _writes_pool(node), "D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4,
             "scan_16_rows": scan_padded if s.ne[0] % LANES else scan_once if node.out.ne[2] == 1 else scan_whole}
 
 
@@ -232,17 +237,25 @@ def load_tokens(scratch: Any, dt: Any, dt_nb1: Any, rate: Any, x: Any, x_nb0: An
 
 
 @helper
-def dead_head(y: Any, state: Any, head: Any, seq: Any) -> Any:
-    """Zero the outputs of a head whose id is bad."""
+def dead_head(y: Any, head: Any, seq: Any) -> Any:
+    """Zero the results of a head whose id is bad."""
     for t in range(y.ne2):
         zero_bytes(at(y.p, head * y.nb1 + t * y.nb2 + seq * y.nb3), y.ne0 * 4)
-    zero_bytes(at(state.p, head * state.nb2 + seq * state.nb3), state.nb2)
 
 
-@kernel("SSM_SCAN", "cpu", items=_scan_items, chunk=_scan_chunk, bind=_scan_binds, scratch=_scan_scratch, status=True)
+@helper
+def comes_again(ids: Any, seq: Any, row: Any) -> Any:
+    """True when a later sequence has the same row."""
+    for i in range(seq + 1, ids.ne0):
+        if ld_i32(at(ids.p, i * ids.nb0), 0) == row:
+            return True
+    return False
+
+
+@kernel("SSM_SCAN", "cpu", pool=(1, 0, 6), items=_scan_items, chunk=_scan_chunk, bind=_scan_binds, scratch=_scan_scratch, status=True)
 def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, ids: Any,
                    status: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """The state of an item stands in the output (the first token reads s), or padded in scratch unless IN_PLACE. x and y
+    """The state of an item stands in the output (the first token reads s), or padded in scratch unless IN_PLACE. If POOL, the output is s. x and y
     pass through scratch in blocks of tokens: their rows are far apart, and a lone store that misses the cache would hold
     up those of the state."""
     head_dim = (s.ne1 + LANES - 1) // LANES * LANES
@@ -250,15 +263,18 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
     bt = at(yt, 4 * TOKENS * head_dim)
     ct, padded = at(bt, 4 * D_STATE), at(bt, 8 * D_STATE)
     for item in range(i0, i1):
-        seq, head = item // s.ne2, item % s.ne2
+        seq, head = (item % ids.ne0, item // ids.ne0) if POOL else (item // s.ne2, item % s.ne2)
         row = ld_i32(at(ids.p, seq * ids.nb0), 0)
         if row < 0 or row >= s.ne3:
             bad_index(status, row, s.ne3)
-            dead_head(y, state, head, seq)
+            dead_head(y, head, seq)
+            if not POOL:
+                zero_bytes(at(state.p, head * state.nb2 + seq * state.nb3), state.nb2)
             continue
         group, rate = head // (s.ne2 // b.ne1), ld_f32(at(a.p, head * a.nb1), 0)
-        src, result = at(s.p, head * s.nb2 + row * s.nb3), at(state.p, head * state.nb2 + seq * state.nb3)
-        h = result if IN_PLACE else padded
+        src, result = at(s.p, head * s.nb2 + row * s.nb3), at(state.p, head * state.nb2 + (row if POOL else seq) * state.nb3)
+        lost = POOL and comes_again(ids, seq, row)  # the last one's state stays
+        h = result if IN_PLACE and not lost else padded
         if not IN_PLACE:
             zero_bytes(h, 4 * head_dim * D_STATE)
             for p in range(s.ne1):
@@ -282,6 +298,6 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
                 src = h
             for t in range(n):
                 copy_bytes(at(y.p, head * y.nb1 + (t0 + t) * y.nb2 + seq * y.nb3), at(yt, 4 * t * head_dim), y.ne0 * 4)
-        if not IN_PLACE:
+        if not IN_PLACE and not lost:
             for p in range(s.ne1):
                 copy_bytes(at(result, p * state.nb1), at(h, p * D_STATE * 4), s.ne0 * 4)
