@@ -149,7 +149,7 @@ def test_fusion_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_past_is_run_and_not_traced(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [json.loads(x) for x in trace(capsys, "--ids", "1,2,3,4", "--past", "3", "-o", "jsonl", "--values", "all").splitlines()]
-    ctx = pg.load_model(pg.models.demo_path()).context()
+    ctx = pg.load_model(pg.models.demo_path()).context(prec="f32")
     want = [ctx.decode([1, 2, 3]), ctx.decode([4])][1]
     last = next(r for r in rows if r["name"] == "result_output_scaled")
     assert np.array_equal(np.array(last["first"], np.float32), want) and next(r for r in rows if r["name"] == "attn_norm-0")["ne"] == [256, 1, 1, 1]
@@ -287,7 +287,7 @@ def test_save_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     z = np.load(folder / "values.npz")
     assert index["about"] == "granite-h-demo-Q8_0.gguf, ssd, chunk by default, cpu, not fused, no memory reused, 3 tokens"
     assert len(z.files) == len(index["tensors"])
-    logits = pg.load_model(pg.models.demo_path()).context(mamba2="ssd").decode([1, 2, 3])
+    logits = pg.load_model(pg.models.demo_path()).context(mamba2="ssd", prec="f32").decode([1, 2, 3])
     assert np.array_equal(z[seen["result_output_scaled"]["key"]].ravel(), logits)
     assert "no difference at all" in trace(capsys, "--ids", "1,2,3", "--diff", str(folder), "ssd")
     assert "no difference: " in trace(capsys, "--ids", "1,2,3", "--diff", "scan", str(folder))
