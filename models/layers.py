@@ -122,7 +122,7 @@ def head(w: LayerWeights, x: Tensor, inp: GraphInputs, eps: float, logit_scale: 
         return scaled(logits, 1.0 / logit_scale if logit_scale else None, "result_output_scaled")
 
 
-# -- Mamba2
+# Mamba2
 
 MAMBA2_WEIGHTS = ("ssm_in.weight", "ssm_conv1d.weight", "ssm_conv1d.bias", "ssm_dt.bias", "ssm_a", "ssm_d", "ssm_out.weight")  # ssm_norm.weight may be absent
 

@@ -106,7 +106,7 @@ class Model:
         embd = self.file.tensors.get("token_embd.weight")
         return self.hparams.n_vocab or (embd.ne[1] if embd is not None else 0)
 
-    # -- what users ask for
+    # What users ask for
 
     @cached_property
     def vocab(self) -> Vocab:

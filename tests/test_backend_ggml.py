@@ -79,7 +79,7 @@ def faults(case: Case, ggml: Backend) -> list[str]:
     return [f"{case}: NMSE {e:.2g}, limit {limit:.2g} {why}" for e in found if not e <= limit]
 
 
-# -- values ---------------------------------------------------------------------------------------------------------------
+# Values
 
 
 @pytest.mark.parametrize("cases", batches(c for c in all_cases() if not c.large and c.n_elements <= MOST_ELEMENTS))
@@ -140,7 +140,7 @@ def test_documented_difference(name: str, op: Callable[[Tensor], Tensor], x: lis
         np.testing.assert_allclose(np.atleast_1d(pg.compute(op(graph_input), {}, backend=backend, threads=1)), want, rtol=1e-3)
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------------
+# Refusals
 
 
 def refusals(backend: Backend) -> Counter[str]:
@@ -182,7 +182,7 @@ def test_a_function_that_the_library_lacks_is_a_refusal(ggml: Any, monkeypatch: 
     assert ggml.refuses(pg.exp(pg.tensor([3])).node) is None
 
 
-# -- indices: ggml aborts on a bad one -------------------------------------------------------------------------------------
+# Indices: ggml aborts on a bad one
 
 
 @pytest.mark.parametrize("case", [e.as_case() for d in OPS.values() if d.name not in NOT_IN_GGML for e in errors_of(d) if e.error is KernelError],
@@ -223,7 +223,7 @@ def test_indices_that_the_graph_writes_are_refused(ggml: Backend) -> None:
         ggml.compile(Graph([written, pg.get_rows(pg.tensor([3, 4]), ids)]))
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------------
+# Memory
 
 
 def test_writes_in_place_keep_their_order(ggml: Backend) -> None:
@@ -327,7 +327,7 @@ def test_backends_come_and_go() -> None:
             assert pg.compute(pg.sum_rows(x), {}, backend="ggml", threads=threads, poll=0).tolist() == [[8.0]] * 4
 
 
-# -- the library ----------------------------------------------------------------------------------------------------------
+# The library
 
 
 @pytest.mark.parametrize(("options", "message"), [({"threads": 0}, "threads: 0; legal: 1 to 512"), ({"threads": True}, "threads: True"),
@@ -382,7 +382,7 @@ def test_library_for_another_cpu(fresh_load: Callable[[], Any], monkeypatch: pyt
         fresh_load()
 
 
-# -- nothing ends the process ----------------------------------------------------------------------------------------------
+# Nothing ends the process
 
 
 def odd(x: Leaf | None, rng: np.random.Generator) -> Leaf | None:

@@ -28,7 +28,7 @@ def run(out: Tensor, **options: Any) -> np.ndarray:
     return value.reshape(out.ne[::-1])
 
 
-# -- FLASH_ATTN_EXT -------------------------------------------------------------------------------------------------------
+# FLASH_ATTN_EXT
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None, **options: Any) -> np.ndarray:
@@ -103,7 +103,7 @@ def test_flash_attention_at_level(level: str) -> None:
     assert nmse(attend(q, k, v, mask, level=level), attend(q, k, v, mask, backend="reference")) < 1e-12
 
 
-# -- SOFT_MAX -------------------------------------------------------------------------------------------------------------
+# SOFT_MAX
 
 
 def test_soft_max_of_known_values() -> None:
@@ -143,7 +143,7 @@ def test_soft_max_on_every_level(level: str) -> None:
     assert nmse(run(soft_max(tensor(x)), level=level), e / e.sum(axis=1, keepdims=True)) < 2e-13
 
 
-# -- ROPE -----------------------------------------------------------------------------------------------------------------
+# ROPE
 
 
 @pytest.mark.parametrize("level", LEVELS_HERE)
@@ -185,7 +185,7 @@ def test_rope_of_permuted_heads() -> None:
     assert got.tobytes() == want.tobytes()
 
 
-# -- ARGSORT, TOP_K -------------------------------------------------------------------------------------------------------
+# ARGSORT, TOP_K
 
 rows = hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 70)),
                   elements=st.one_of(st.sampled_from([0.0, -0.0, 1.0, INF, -INF, NAN]), st.floats(width=32)))
@@ -224,7 +224,7 @@ def test_sort_of_long_ordered_rows(x: np.ndarray) -> None:
     assert np.array_equal(run(top_k(t, 9000)).ravel(), np.argsort(-x, kind="stable")[:9000])
 
 
-# -- all ------------------------------------------------------------------------------------------------------------------
+# All
 
 
 def test_fault_126_bits_do_not_depend_on_threads() -> None:

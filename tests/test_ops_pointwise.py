@@ -37,7 +37,7 @@ def f32(*values: float) -> Tensor:
     return pg.tensor(np.array(values, np.float32))
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------
+# The table
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -112,7 +112,7 @@ def test_types_that_do_not_exist_or_are_not_computed() -> None:
 
 
 
-# -- faults of peer engines -----------------------------------------------------------------------------------------------
+# Faults of peer engines
 
 
 @pytest.mark.parametrize("raw, want", [(89.0, 89.0), (-20.0, 2.0611537e-9), (150.0, 150.0)], ids=["f12-above", "f12-below", "f14-not-clamped"])
@@ -142,7 +142,7 @@ def test_fault_17_dead_lanes_do_not_reach_live_ones() -> None:
     assert got[live].tobytes() == want[live].tobytes() and np.isnan(got[~live]).all()
 
 
-# -- fusion: what the kernels give -----------------------------------------------------------------------------------------
+# Fusion: what the kernels give
 
 
 def strided(ne: Sequence[int], nb: Sequence[int], dtype: str = "f32") -> Tensor:
@@ -416,7 +416,7 @@ def test_an_expression_that_no_kernel_can_be_made_of(expr: str, dtype: str, matc
         del OPS["TEST_BAD"]
 
 
-# -- fusion: random graphs, their kernels run as plain Python ----------------------------------------------------------------
+# Fusion: random graphs, their kernels run as plain Python
 
 
 class Interpreter:

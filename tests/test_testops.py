@@ -34,7 +34,7 @@ from pyggml.tools.probe import Ceiling, ceiling
 from pyggml.tools.records import FORMATS, Column, write_rows
 from pyggml.tools.testops import DOC_BACKENDS, graph_cases, random_cases
 
-# -- case strings ---------------------------------------------------------------------------------------------------------
+# Case strings
 
 
 def test_case_strings_are_unique_and_read_back() -> None:
@@ -131,7 +131,7 @@ def test_fault_102_many_seeds_stay_within_the_limit() -> None:
     assert not any(v.faults for v in verdicts) and len({v.nmse for v in verdicts}) > 100
 
 
-# -- guards ---------------------------------------------------------------------------------------------------------------
+# Guards
 
 
 def _copy(out: Any, x: Any, i0: Any, i1: Any) -> None:
@@ -260,7 +260,7 @@ def test_fault_124_the_reference_against_itself_is_exact() -> None:
             assert v.nmse == 0 and not v.faults, str(c)
 
 
-# -- records --------------------------------------------------------------------------------------------------------------
+# Records
 
 COLUMNS = (Column("op", head="op"), Column("case", head="case"), Column("limit", float, "limit"), Column("n", int, "n"), Column("passed", bool))
 ROWS: list[dict[str, Any]] = [{"op": "ADD", "case": "a|b, 'c'", "limit": 0.5, "n": 3, "passed": True}, {"op": "TRI", "limit": float("inf"), "n": 12}]
@@ -308,7 +308,7 @@ def test_no_rows_are_no_fault(output: str) -> None:
     assert output != "json" or json.loads(text) == []
 
 
-# -- the command ----------------------------------------------------------------------------------------------------------
+# The command
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -392,7 +392,7 @@ def test_a_script_brings_its_own_op(tmp_path: Path, capsys: pytest.CaptureFixtur
         del OPS["MY_DOUBLE"]
 
 
-# -- perf -----------------------------------------------------------------------------------------------------------------
+# Perf
 
 
 @pytest.fixture
@@ -444,7 +444,7 @@ def test_runs_on_end_do_the_same_work() -> None:
     assert np.all(runner.get(y) == 9.0) and time_runner(runner)[1] >= 3
 
 
-# -- random cases, files, models ------------------------------------------------------------------------------------------
+# Random cases, files, models
 
 
 def test_random_cases_are_the_same_for_the_same_seed() -> None:
@@ -487,7 +487,7 @@ def test_a_model_s_cases_are_its_nodes() -> None:
     assert conv.inputs[0] is not None and conv.inputs[0].ne[0] == 11 and conv.note == "demo"
 
 
-# -- coverage and support tables ------------------------------------------------------------------------------------------
+# Coverage and support tables
 
 
 def test_nothing_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def parsed(*args: str) -> argparse.Namespace:
     return p.parse_args(args)
 
 
-# -- flags and cases ------------------------------------------------------------------------------------------------------
+# Flags and cases
 
 @pytest.mark.parametrize(("text", "values"), [
     ("5", [5]), ("1,2,4", [1, 2, 4]), ("8-11", [8, 9, 10, 11]), ("8-64+8", [8, 16, 24, 32, 40, 48, 56, 64]), ("8-64*2", [8, 16, 32, 64]),
@@ -128,7 +128,7 @@ def test_defaults_are_those_of_llama_bench() -> None:
     assert next(cases(parsed("-b", "4"))).settings.n_ubatch == 4
 
 
-# -- what runs ------------------------------------------------------------------------------------------------------------
+# What runs
 
 def settings(**changes: Any) -> Settings:
     usual = Settings(str(pg.models.demo_path()), 2048, 512, 2, 2, "f16", "f16", "f32", "f32", "scan", None, "cpu")
@@ -169,7 +169,7 @@ def test_conv_weights_of_another_type(tmp_path: Path) -> None:
         assert least <= nmse(model.context(mamba2="scan").decode([1, 2, 3]), want) <= most
 
 
-# -- outputs --------------------------------------------------------------------------------------------------------------
+# Outputs
 
 def test_columns_and_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys, "-p", "6", "-n", "2", "--mamba2", "auto,ssd,ssd-fused", "--chunk", "4", "--ssd-precision", "bf16")
@@ -230,7 +230,7 @@ def test_plans_made_inside_timed_runs_are_noted(capsys: pytest.CaptureFixture[st
     assert json.loads(out)[0]["n_plans_timed"] == 4 and "note: pp3, scan: 4 plans made inside the timed runs" in err
 
 
-# -- swapped ops ----------------------------------------------------------------------------------------------------------
+# Swapped ops
 
 def run_swapped(variant: Variant, y: pg.Tensor, x: pg.Tensor, value: np.ndarray) -> tuple[np.ndarray, list[str]]:
     """The value of y with an op swapped, and the kernels that made it."""
@@ -317,7 +317,7 @@ def test_forms_are_held_against_each_other() -> None:
     assert check.error(Case(settings(), 5, 0), "ssd", one * 1.2)[1] is None  # other tokens
 
 
-# -- profile --------------------------------------------------------------------------------------------------------------
+# Profile
 
 def test_the_profile_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys, "-p", "20", "-n", "3", "-ub", "8", "--mamba2", "scan", "--profile")
@@ -344,7 +344,7 @@ def test_the_profile_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(re.findall(r"^host ", out, re.M)) == 2
 
 
-# -- the peer -------------------------------------------------------------------------------------------------------------
+# The peer
 
 LLAMA = """
 import ctypes, json, time
@@ -435,7 +435,7 @@ def test_profiles_that_are_finished_are_printed(capsys: pytest.CaptureFixture[st
         assert "pp2" in out and "host" in out and "none.gguf" in err
 
 
-# -- errors ---------------------------------------------------------------------------------------------------------------
+# Errors
 
 @pytest.mark.parametrize(("args", "message"), [
     (["--noop", "VIEW"], "--noop VIEW: a view has no kernel and costs nothing"),

@@ -40,7 +40,7 @@ def graph(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
     return capsys.readouterr().out
 
 
-# -- counts and costs -----------------------------------------------------------------------------------------------------
+# Counts and costs
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_rows_add_up(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_sequences_share_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["n_nodes"] == pg.load_model(pg.models.demo_path()).graph(16, 4, mamba2="ssd").n_nodes
 
 
-# -- what people read -----------------------------------------------------------------------------------------------------
+# What people read
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     out = graph(capsys, "--tokens", "1,64,4096")
@@ -172,7 +172,7 @@ def test_a_form_that_is_none(form: str, match: str, capsys: pytest.CaptureFixtur
     assert match in capsys.readouterr().err
 
 
-# -- the unrolled graph of PR 16982 -----------------------------------------------------------------------------------------
+# The unrolled graph of PR 16982
 
 def hparams(groups: int) -> dict[str, Any]:
     return {"n_embd": 32, "ssm_d_conv": 4, "ssm_d_inner": 64, "ssm_d_state": 16, "ssm_n_group": groups, "ssm_dt_rank": 8, "f_norm_rms_eps": 1e-5}

@@ -52,7 +52,7 @@ def run(form: str = "ssd", **options: Any) -> tuple[list[Traced], np.ndarray]:
     return seen, ctx.decode(IDS)
 
 
-# -- a traced run -----------------------------------------------------------------------------------------------------------
+# A traced run
 
 @pytest.mark.parametrize("threads", (1, 2))
 @pytest.mark.parametrize("form", ("scan", "ssd"))
@@ -127,7 +127,7 @@ def test_stats() -> None:
     assert of(1, 2, 3, 4, 5).ends(2) == ([1, 2], [4, 5]) and of(1, 2, 3).ends(2) == ([1, 2, 3], []) and of(1, 2, 3).ends(0) == ([], [])
 
 
-# -- what is printed --------------------------------------------------------------------------------------------------------
+# What is printed
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     out = trace(capsys, *PROMPT, "--layer", "0", "--mamba2", "ssd", "--chunk", "4")
@@ -211,7 +211,7 @@ def test_nan_stop(user: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert " LOG " in got.out.splitlines()[-2] and re.search(r" \d+ NaN ", got.out.splitlines()[-1])
 
 
-# -- two runs ---------------------------------------------------------------------------------------------------------------
+# Two runs
 
 @pytest.mark.parametrize(("function", "tensor", "op", "layer"), [
     ("cumsum_3", "dtA_cumsum-3", "CUMSUM", 3), ("tri_4", "segsum_masked-4", "TRI", 4), ("exp_1", "decay_masked-1", "EXP", 1),
@@ -277,7 +277,7 @@ def test_differences_parse(user: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "| decay_masked-1" in trace(capsys, *args, "-o", "md", code=1)
 
 
-# -- saved runs -------------------------------------------------------------------------------------------------------------
+# Saved runs
 
 def test_save_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "dump"
@@ -329,7 +329,7 @@ def test_broken_dumps(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     fails(capsys, f"pyggml trace: {folder}: ", "--ids", "1,2", "--diff", str(folder), "scan")
 
 
-# -- llama.cpp's text -------------------------------------------------------------------------------------------------------
+# Llama.cpp's text
 
 LLAMA = DATA / "mamba2-2-groups-llama-eval.txt"
 MODEL = ("-m", str(DATA / "mamba2-2-groups.gguf"), "--ids", "10,20,30")
@@ -415,7 +415,7 @@ def test_broken_text(text: str, match: str, tmp_path: Path, capsys: pytest.Captu
     fails(capsys, match, *MODEL, "--diff", str(tmp_path / "t.txt"), "scan")
 
 
-# -- pairs and shapes ---------------------------------------------------------------------------------------------------------
+# Pairs and shapes
 
 def test_pairs_file(tmp_path: Path, user: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = "# scan's name, ssd's\nmamba2_gated-{il}, mamba2_gated-{il}\nconv_input-0 mamba_out-0   # wrong on purpose\n"
@@ -489,7 +489,7 @@ def test_pairing() -> None:
     assert isinstance(compare(pair(side("x"), side("x", "y"))[0][0]), Difference)
 
 
-# -- wrong use --------------------------------------------------------------------------------------------------------------
+# Wrong use
 
 @pytest.mark.parametrize(("args", "match"), [
     (("--diff", "scan", "sdd", "-p", "x"), "--diff sdd: 'sdd' is no form, no backend, none of fuse, reuse, m=, mamba2=, "),

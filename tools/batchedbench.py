@@ -151,7 +151,7 @@ def row_of(s: Settings, b: Batch, t_pp: float, t_tg: float) -> Row:
             "speed_tg": b.n_gen * b.n_seqs / t_tg if b.n_gen else 0.0, "t": t_pp + t_tg, "speed": b.n_kv / (t_pp + t_tg)}
 
 
-# -- as a table -----------------------------------------------------------------------------------------------------------
+# As a table
 
 CELLS = (("PP", "pp", "6d"), ("TG", "tg", "6d"), ("B", "pl", "4d"), ("N_KV", "n_kv", "6d"), ("T_PP s", "t_pp", "8.3f"), ("S_PP t/s", "speed_pp", "8.2f"),
          ("T_TG s", "t_tg", "8.3f"), ("S_TG t/s", "speed_tg", "8.2f"), ("T s", "t", "8.3f"), ("S t/s", "speed", "8.2f"))

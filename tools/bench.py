@@ -248,7 +248,7 @@ def file_type(model: Model) -> str:
     return names[said] if isinstance(said, int) and said in names else max(sizes, key=lambda k: sizes[k]).upper()
 
 
-# -- as a table -----------------------------------------------------------------------------------------------------------
+# As a table
 
 SPEEDS = ("avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "median_ts", "spread", "samples_ns", "samples_ts", "ttft_ms", "gflops", "gbps", "gflops_share",
           "gbps_share")

@@ -108,7 +108,7 @@ def _checked(op: OpDef, label: str, made: Any, args: tuple[Any, ...], kwargs: di
     return made
 
 
-# -- rebuilding -----------------------------------------------------------------------------------------------------------
+# Rebuilding
 
 def rebuilt(graph: Graph, stand_in: Callable[[Node], Build]) -> tuple[Graph, dict[int, Tensor]]:
     """The graph made anew, each node by what `stand_in` gives for it, and the new tensor for each old one's id. Leaves are shared."""
@@ -147,7 +147,7 @@ def with_stand_ins(graph: Graph, stand_ins: Mapping[str, Build | None], plan: Ca
     return rebuilt(graph, stand_in)
 
 
-# -- running --------------------------------------------------------------------------------------------------------------
+# Running
 
 @dataclass(slots=True)
 class Work:

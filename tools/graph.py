@@ -90,7 +90,7 @@ def in_layers(graph: Graph, layers: list[int] | None) -> list[Node]:
     return found
 
 
-# -- what there is to know ------------------------------------------------------------------------------------------------
+# What there is to know
 
 @dataclass(slots=True)
 class Report:
@@ -180,7 +180,7 @@ def build(model: Model, f: Form, n_tokens: int, args: argparse.Namespace) -> Rep
     return Report(form_name(f), q, n * args.parallel, args.parallel, graph, CpuBackend(threads=1, fuse=args.fuse).plan(graph))
 
 
-# -- as text --------------------------------------------------------------------------------------------------------------
+# As text
 
 def some(text: Callable[[Any], str]) -> Callable[[Any], str]:
     """How a value is shown, with - for nothing and for zero."""
@@ -274,7 +274,7 @@ def side_by_side(reports: list[Report], tables: list[list[Row]], key: str) -> tu
     return rows, [Column(key, str, key), *columns]
 
 
-# -- as data and as a drawing ---------------------------------------------------------------------------------------------
+# As data and as a drawing
 
 def as_json(model: Model, by_form: list[list[Report]], detail: list[Report]) -> dict[str, Any]:
     """Everything, for programs: the overview of every graph, and of each form in detail parts, ops, groups and nodes."""

@@ -82,7 +82,7 @@ def _lacks(features: frozenset[str]) -> Callable[[KernelDef], str | None]:
     return lambda k: None if features.issuperset(k.options.get("needs", ())) else "its CPU lacks features"
 
 
-# -- checks ---------------------------------------------------------------------------------------------------------------
+# Checks
 
 @dataclass(frozen=True, slots=True, order=True)
 class Check:

@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- reading --------------------------------------------------------------------------------------------------------------
+# Reading
 
 def read_results(path: str) -> list[Row]:
     """The rows of a file, a JSON array or a row per line; FormatError for anything else."""
@@ -104,7 +104,7 @@ def _ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return ways
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------
+# The table
 
 def test_name(r: Row) -> str:
     """The test without its depth, which is a detail of the way it was run."""
@@ -189,7 +189,7 @@ def crossings(series: Mapping[str, Points]) -> Iterator[str]:
             yield f"{leads} {verb} {behind} at every ubatch from {both[0]} to {both[-1]}."
 
 
-# -- the plot -------------------------------------------------------------------------------------------------------------
+# The plot
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's: told apart by colour-blind eyes too
 GREY = "#777777"

@@ -115,7 +115,7 @@ def main(args: argparse.Namespace) -> int:
     return test_mode(args, cases, {str(x) for x in named if isinstance(x, Case)})
 
 
-# -- cases ----------------------------------------------------------------------------------------------------------------
+# Cases
 
 
 def select(args: argparse.Namespace, named: Sequence[OpDef | Case]) -> list[Case]:
@@ -191,7 +191,7 @@ def export(cases: Sequence[Case], path: str) -> int:
     return 0
 
 
-# -- modes ----------------------------------------------------------------------------------------------------------------
+# Modes
 
 
 def machine() -> str:

@@ -129,7 +129,7 @@ def main(args: Namespace) -> int:
     return diff(args)
 
 
-# -- a run ----------------------------------------------------------------------------------------------------------------
+# A run
 
 def traced_run(args: Namespace, sink: Sink) -> str:
     """Run the traced part of the prompt; each tensor goes to the sink. A line about the run. A Stop from the sink ends it."""
@@ -247,7 +247,7 @@ def dims(ne: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shown))}]"
 
 
-# -- two runs -------------------------------------------------------------------------------------------------------------
+# Two runs
 
 def side(spec: str, args: Namespace) -> Side:
     """What a word of --diff stands for."""

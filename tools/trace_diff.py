@@ -74,7 +74,7 @@ def item_of(t: Traced) -> Item:
     return Item(t.i, t.layer, t.part, t.op, t.name, t.dtype, t.ne, [s.name for s in t.src if s is not None], t.kernel, lambda: t.value)
 
 
-# -- dumps ----------------------------------------------------------------------------------------------------------------
+# Dumps
 
 class Dump:
     """Writes a trace to a folder: values.npz, an array per tensor, and index.json, which describes them in order."""
@@ -159,7 +159,7 @@ def _layer(name: str) -> int | None:
     return int(m[1]) if m else None
 
 
-# -- which tensors belong together ----------------------------------------------------------------------------------------
+# Which tensors belong together
 
 class Pair(NamedTuple):
     """Two tensors that should be the same."""
@@ -242,7 +242,7 @@ def _some(side: Side) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more names" if len(names) > 3 else "")
 
 
-# -- by how much they differ ----------------------------------------------------------------------------------------------
+# By how much they differ
 
 @dataclass(slots=True)
 class Difference:

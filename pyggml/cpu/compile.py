@@ -71,7 +71,7 @@ class KernelSpec:
         return (_recipe(Helper(self.fn, self.binds)), self.n_args, self.params, self.scratch, self.status, self.raw, self.extra)
 
 
-# -- recipes: code as data ----------------------------------------------------------------------------------------------
+# Recipes: code as data
 
 def _recipe(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, Helper):
@@ -128,7 +128,7 @@ def _rebuild(recipe: tuple[Any, ...], njit: Callable[[FunctionType], Any]) -> An
     return Arg if kind == "arg" else recipe[1]
 
 
-# -- numba ----------------------------------------------------------------------------------------------------------------
+# Numba
 
 def _njit(fn: FunctionType) -> Any:
     numba: Any = import_module("numba")
@@ -254,7 +254,7 @@ def unpack(data: bytes) -> Any:
     return walk(pickle.loads(data))
 
 
-# -- the cache ------------------------------------------------------------------------------------------------------------
+# The cache
 
 def cache_folder() -> Path:
     """Where compiled kernels live: the user's cache folder, or a private temporary one when that cannot be written."""

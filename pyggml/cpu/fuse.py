@@ -77,7 +77,7 @@ def _compute_kind(node: Node) -> str:
     return "f64" if "f64" in kinds or node.out.dtype is F64 else "f32"
 
 
-# -- which nodes become one kernel ----------------------------------------------------------------------------------------
+# Which nodes become one kernel
 
 def group(graph: Graph) -> list[Step]:
     """Steps with chains of pointwise nodes merged: a value of which every reader is in the chain, and reads it whole, is
@@ -194,7 +194,7 @@ def _outside(nodes: Sequence[Node]) -> dict[tuple[Any, ...], Tensor]:
     return {_key(t): t for n in nodes for t in operands(n) if id(t) not in inner}
 
 
-# -- loops ----------------------------------------------------------------------------------------------------------------
+# Loops
 
 class _Dim(NamedTuple):
     """One loop: its length, the stride of the result and of each operand (0: the same element all along), and each
@@ -294,7 +294,7 @@ def _loads(ins: Sequence[Tensor], base: Sequence[str], repeats: set[int]) -> tup
     return once, each
 
 
-# -- expressions ----------------------------------------------------------------------------------------------------------
+# Expressions
 
 def _body(nodes: Sequence[Node], outside: dict[tuple[Any, ...], int]) -> tuple[list[str], list[int | float]]:
     """Statements that compute the nodes' values, the last one named v, and the params that they use as q0, q1, ..."""

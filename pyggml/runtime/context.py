@@ -100,7 +100,7 @@ class Context:
         self._lock = threading.Lock()
         self.timings = Timings()
 
-    # -- decoding
+    # Decoding
 
     def decode(self, ids: Ids, seq: int = 0, all_logits: bool = False) -> np.ndarray:
         """Append tokens to a sequence. Logits of the last one, float32 [n_vocab], or of all, [n_tokens, n_vocab]."""
@@ -270,7 +270,7 @@ class Context:
         """Threads of the backend."""
         return int(getattr(self.backend, "threads", 1))
 
-    # -- text
+    # Text
 
     def generate(self, ids: Ids, n_predict: int = 64, sampler: Sampler | None = None, seq: int = 0,
                  on_token: Callable[[int], None] | None = None) -> Iterator[str]:
@@ -301,7 +301,7 @@ class Context:
         mem = self.memory
         return mem.n_past[seq] < self.n_ctx and (not mem.shape.has_attention or mem.room() > 0)
 
-    # -- life cycle
+    # Life cycle
 
     @property
     def memory(self) -> Memory:

@@ -36,7 +36,7 @@ from pyggml.ops.attention.defs import argsort, flash_attn_ext, rope, soft_max, t
 
 Ne = tuple[int, ...]
 
-# -- SOFT_MAX -------------------------------------------------------------------------------------------------------------
+# SOFT_MAX
 
 
 def _causal(n_past: int) -> Fill:
@@ -121,7 +121,7 @@ def _soft_max_fills(mask: Leaf | None, **_: Leaf) -> dict[str, Fill]:
     return {"x": uniform(-5.0, 5.0), "mask": _holes}
 
 
-# -- FLASH_ATTN_EXT -------------------------------------------------------------------------------------------------------
+# FLASH_ATTN_EXT
 
 
 def _kq_mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -234,7 +234,7 @@ def _flash_random(draw: Draw) -> Case:
     return case(q, k, v, mask, max_bias=draw.choice((0.0, 0.0, 8.0)), **options)
 
 
-# -- ROPE -----------------------------------------------------------------------------------------------------------------
+# ROPE
 
 MODES = {0: "norm", 2: "neox"}  # by GGML_ROPE_TYPE
 
@@ -308,7 +308,7 @@ def _rope_random(draw: Draw) -> Case:
                 freq_base=draw.choice((10000.0, 500000.0)), freq_scale=draw.choice((1.0, 0.25)))
 
 
-# -- ARGSORT, TOP_K -------------------------------------------------------------------------------------------------------
+# ARGSORT, TOP_K
 
 ORDERS = ("asc", "desc")  # by ggml_sort_order
 

@@ -55,7 +55,7 @@ def _load(t: Tensor | None) -> Helper:
     return no_mask if t is None else loader(t.dtype.name, t.rows_contiguous)
 
 
-# -- SOFT_MAX -------------------------------------------------------------------------------------------------------------
+# SOFT_MAX
 
 
 @intrinsic("f32(ptr, i64)")
@@ -133,7 +133,7 @@ def soft_max(out: Any, x: Any, mask: Any, scale: Any, i0: Any, i1: Any) -> None:
             st_f32(d, i, ld_f32(d, i) * inv)
 
 
-# -- ROPE -----------------------------------------------------------------------------------------------------------------
+# ROPE
 
 
 # pi/2 in two parts: products of the first, which has 32 bits, with up to 2^21 quarter turns are exact.
@@ -214,7 +214,7 @@ def rope(out: Any, x: Any, pos: Any, n_dims: Any, freq_scale: Any, ratio: Any, s
                 st_f32(d, i, X(p, x.nb0, i))
 
 
-# -- ARGSORT, TOP_K -------------------------------------------------------------------------------------------------------
+# ARGSORT, TOP_K
 
 
 @helper

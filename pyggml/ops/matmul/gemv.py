@@ -25,7 +25,7 @@ CHUNK_BYTES, MIN_CHUNKS = 64 << 10, 32  # of weights that a thread takes at a ti
 SUMS = LANES * LANES * 4  # bytes of the partial sums of 16 rows and a column
 
 
-# -- tiles ------------------------------------------------------------------------------------------------------------------
+# Tiles
 
 
 def _rows_at_once(cols: int) -> int:
@@ -113,7 +113,7 @@ def add_sums_16(b: Any, ir: Any, dst: Any, src: Any, first: Any) -> None:
     store_floats(b, dst, b.select(b.icmp_signed("!=", first, i64(0)), sums, b.fadd(load_floats(b, ir, dst), sums)))
 
 
-# -- the kernel -------------------------------------------------------------------------------------------------------------
+# The kernel
 
 
 def operands_of(node: Node) -> tuple[Tensor, Tensor]:

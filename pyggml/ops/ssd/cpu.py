@@ -90,7 +90,7 @@ WORD, TILES = 1, False  # elements of an operand in 32 bits: 1 float32 or 2 bflo
 STATE_ROWS = ROWS  # rows of a block of a state, as ROWS of one of y; both bound
 
 
-# -- a chunk -----------------------------------------------------------------------------------------------------------------
+# A chunk
 
 product_1, product_2 = product_f32_1, product_f32_2  # bound to the precision's, as these
 two_1, two_2, two_3, two_4 = two_f32_1, two_f32_2, two_f32_3, two_f32_2
@@ -236,7 +236,7 @@ def pack_x(plain: Any, weighted: Any, row: Any, x: Any, nb0: Any, nb2: Any, head
         zero_bytes(at(weighted, t * row), padded * 4)
 
 
-# -- the kernel --------------------------------------------------------------------------------------------------------------
+# The kernel
 
 
 def _padded(n: int, to: int) -> int:

@@ -38,7 +38,7 @@ TOKENS = 16  # of a block of SSM_SCAN
 D_STATE, IN_PLACE, POOL = 16, True, False  # bound to the node's: a constant row size makes the rows' offsets part of the instructions
 
 
-# -- SSM_CONV -------------------------------------------------------------------------------------------------------------
+# SSM_CONV
 
 
 def _conv_items(node: Node) -> int:
@@ -130,7 +130,7 @@ def ssm_conv_times(out: Any, sx: Any, c: Any, extra: Any, scratch: Any, i0: Any,
             finish(extra, at(o, t * out.nb1), ch, n_ch, t0 + t, seq, 0)
 
 
-# -- SSM_SCAN -------------------------------------------------------------------------------------------------------------
+# SSM_SCAN
 
 
 def _scan_16(b: Any, ir: Any, operands: Any, padded: bool, fetch: bool = False) -> None:
