@@ -331,9 +331,10 @@ def test_the_profile_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         parts = {r["name"]: r for r in found if (r["test"], r["by"]) == (test, "part")}
         assert parts.keys() - {"host"} <= {*PARTS} and parts["scan"]["calls"] % (5 * n_graphs) == 0
         ops = {r["name"]: r for r in found if (r["test"], r["by"]) == (test, "op")}
-        assert ops["SSM_SCAN"]["calls"] == 5 * n_graphs and ops["MUL_MAT"]["gflops"] > 0
+        scans = [r for name, r in ops.items() if "SSM_SCAN" in name]  # with the write of the state into its pool
+        assert sum(r["calls"] for r in scans) == 5 * n_graphs and ops["MUL_MAT"]["gflops"] > 0
     flops = sum(n.op.cost_of(n).flops for n in model.graph(3, mamba2="scan").nodes if n.op.name == "SSM_SCAN") / 3
-    scan = next(r for r in found if (r["test"], r["name"]) == ("pp20", "SSM_SCAN"))
+    scan = next(r for r in found if r["test"] == "pp20" and "SSM_SCAN" in r["name"])
     assert scan["gflops"] * scan["seconds"] * 1e9 == pytest.approx(20 * flops)
 
 

@@ -22,7 +22,7 @@ from pyggml.testing import fabricate
 from pyggml.tools import main
 from pyggml.tools.logprobs import Divergence, log_softmax, pack_row, row_bytes, unpack_row
 
-F32_CACHE = ("-ctk", "f32", "-ctv", "f32")
+F32_CACHE = ("-ctk", "f32", "-ctv", "f32", "--prec", "f32")
 PROMPT = (demo_path().parent / "prompt.txt").read_text(encoding="utf-8").rstrip("\n")
 TEXT = "\n\n".join([PROMPT, "\"I am sure,\" said she, \"that you will be very glad to see Captain Wentworth again.\"", PROMPT.upper(), PROMPT[::-1]])
 
@@ -47,7 +47,7 @@ def plain_nll(model: Model, ids: list[int], n_ctx: int, bos: int | None = None) 
     for i in range(0, len(ids) - n_ctx + 1, n_ctx):
         chunk = ids[i:i + n_ctx]
         fed = chunk if bos is None else [bos, *chunk[1:]]
-        logits = model.context(n_ctx=n_ctx, type_k="f32", type_v="f32").decode(fed, all_logits=True).astype(np.float64)
+        logits = model.context(n_ctx=n_ctx, type_k="f32", type_v="f32", prec="f32").decode(fed, all_logits=True).astype(np.float64)
         p = np.exp(logits - logits.max(1, keepdims=True))
         p /= p.sum(1, keepdims=True)
         rows.append([-np.log(p[t, chunk[t + 1]]) for t in range(n_ctx // 2, n_ctx - 1)])
@@ -156,7 +156,7 @@ def test_saved_log_probabilities_are_the_models(capsys: pytest.CaptureFixture[st
         model = pg.load_model(demo_path())
         assert tokens.ravel().tolist() == model.vocab.tokenize(TEXT)[:tokens.size]
         for chunk, rows in zip(tokens, log_p, strict=True):
-            logits = model.context(n_ctx=32, type_k="f32", type_v="f32").decode(chunk, all_logits=True)[16:31].astype(np.float64)
+            logits = model.context(n_ctx=32, type_k="f32", type_v="f32", prec="f32").decode(chunk, all_logits=True)[16:31].astype(np.float64)
             want = logits - np.log(np.exp(logits).sum(1, keepdims=True))
             floor = want.max(1, keepdims=True) - 16
             assert np.abs(rows - np.maximum(want, floor)).max() <= 16 / 65535 / 2 + 1e-5
@@ -178,7 +178,7 @@ def test_divergence_is_that_of_a_plain_calculation(capsys: pytest.CaptureFixture
     (tmp_path / "b.kld").write_bytes(raw)
     base = np.float32(scale)[..., None].astype(np.float64) * q + np.float32(least)[..., None]
 
-    logits = np.array([model.context(n_ctx=n_ctx, type_k="f32", type_v="f32").decode(t, all_logits=True)[8:15] for t in tokens]).astype(np.float64)
+    logits = np.array([model.context(n_ctx=n_ctx, type_k="f32", type_v="f32", prec="f32").decode(t, all_logits=True)[8:15] for t in tokens]).astype(np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     kld = (np.exp(base) * (base - log_p)).sum(-1)
     came = np.array([[t[i + 1] for i in range(8, 15)] for t in tokens])[..., None]

@@ -103,14 +103,19 @@ class Report:
     graph: Graph
     plan: Plan
 
+    @property
+    def steps(self) -> list[Step]:
+        """The plan's steps that compute nodes; what kernels have made of their inputs beforehand is not a node's work."""
+        return [s for s in self.plan.steps if s.outs and s.outs[0].node is not None]
+
     def overview(self) -> Row:
         """Counts and costs of the whole graph. `bytes` must move when every node runs alone, `bytes_fused` when the plan's steps do;
         `plan_bytes` is the arena without the caches and states, which live outside of it."""
         s = self.graph.stats()
         outside = sum(storage_bytes(t.root) for t in self.graph.inputs if t.name.startswith("cache_"))
         return {"form": self.form, "chunk": self.chunk, "n_tokens": self.n_tokens, "n_seqs": self.n_seqs, "n_nodes": s.n_nodes, "n_moves": s.n_moves,
-                "moves_share": round(s.moves_share, 4), "n_steps": len(self.plan.steps), "n_groups": sum(len(x.nodes) > 1 for x in self.plan.steps),
-                "flops": s.flops, "bytes": s.nbytes, "bytes_fused": sum(step_bytes(x) for x in self.plan.steps),
+                "moves_share": round(s.moves_share, 4), "n_steps": len(self.steps), "n_groups": sum(len(x.nodes) > 1 for x in self.steps),
+                "flops": s.flops, "bytes": s.nbytes, "bytes_fused": sum(step_bytes(x) for x in self.steps),
                 "plan_bytes": self.plan.arena_bytes - outside, "scratch_bytes": self.plan.scratch_bytes}
 
     def parts(self) -> list[Row]:
@@ -130,7 +135,7 @@ class Report:
             r["n_nodes"] += 1
             r["n_moves"] += n.op.moves_data
             r["flops"] += n.op.cost_of(n).flops
-        for step in self.plan.steps:
+        for step in self.steps:
             r = rows[key(step.nodes[-1])]
             r["n_steps"] += 1
             r["bytes_fused"] += step_bytes(step)
@@ -143,7 +148,7 @@ class Report:
     def groups(self) -> list[Row]:
         """One row per kind of fusion group: its ops in order, how many there are, in which parts."""
         kinds: dict[str, list[Step]] = {}
-        for step in self.plan.steps:
+        for step in self.steps:
             if len(step.nodes) > 1:
                 kinds.setdefault(" + ".join(n.op.name for n in step.nodes), []).append(step)
         return [{"n": len(steps), "ops": k, "parts": ", ".join(sorted({s.nodes[-1].part or "other" for s in steps}))}
@@ -151,7 +156,7 @@ class Report:
 
     def largest(self, n: int = 5) -> list[Row]:
         """The tensors that take most of the plan's memory."""
-        made = {id(t.root): t.root for step in self.plan.steps for t in step.outs}
+        made = {id(t.root): t.root for step in self.steps for t in step.outs}
         stored = sorted(((storage_bytes(t), t, t.node) for t in made.values() if t.node is not None), key=lambda x: -x[0])
         return [{"bytes": size, "name": t.name, "shape": _shape(t), "part": node.part} for size, t, node in stored[:n]]
 

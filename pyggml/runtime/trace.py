@@ -148,12 +148,13 @@ class TracedRunner:
             if at is not None:
                 kernel = "+".join(self.plan.steps[k].kernel_name for k in at)
                 last = self.plan.steps[at[-1]].nodes[-1]
-                if node is not last:
+                if node.seq != last.seq:
                     fused_into = last.name
                 elif isinstance(runner, SteppedRunner):
                     seconds = runner.run_steps(at[0], at[-1] + 1)
             for k, t in enumerate(node.outputs):
-                value = None if fused_into or t.dtype.np is None else runner.get(t)
+                stored = t.root.data is not None or not self.plan.offsets or id(t.root) in self.plan.offsets  # else: written elsewhere by a fused step
+                value = None if fused_into or not stored or t.dtype.np is None else runner.get(t)
                 src = tuple(None if s is None else Source(s.name, s.dtype.name, s.ne) for s in node.src)
                 self.owner.sink(Traced(i, k, node.layer, node.part, node.op.name, t.name, t.dtype.name, t.ne, None if t.is_contiguous else t.nb, src,
                                        kernel, seconds if k == 0 else None, fused_into, value))
