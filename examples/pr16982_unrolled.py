@@ -115,7 +115,7 @@ def one_chunk(dta: pg.Tensor, dtx: pg.Tensor, b: pg.Tensor, c: pg.Tensor, ssm: p
     return cb(pg.add(y, before), "y_chunk_updated"), state
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------
+# The table
 
 COLUMNS = (Column("tokens", int, "tokens"), Column("form", str, "form"), Column("chunk", int, "chunk", lambda x: str(x) if x else "-"),
            Column("nodes", int, "nodes"), Column("moves_share", float, "only move", lambda x: f"{100 * x:.0f} %"),

@@ -150,7 +150,7 @@ def _gains(shape: Mapping[str, Any]) -> dict[str, float]:
     return {"token_embd.weight": 1 / embedding, "output_norm.weight": shape.get("logit_scale", 1.0) * (embedding if shape["tied"] else 1.0)}
 
 
-# -- metadata
+# Metadata
 
 def _metadata(like: str, s: Mapping[str, Any], kinds: Sequence[str], type: str, n_vocab: int) -> dict[str, Any]:
     """The keys that llama.cpp's converter writes for such a model."""
@@ -201,7 +201,7 @@ def vocab_metadata(n_vocab: int) -> dict[str, Any]:
             "tokenizer.ggml.padding_token_id": 0, "tokenizer.ggml.add_bos_token": False}
 
 
-# -- tensors
+# Tensors
 
 def arch_tensors(arch: str, metadata: Mapping[str, Any], optional: Sequence[str] = ()) -> list[tuple[str, tuple[int, ...]]]:
     """Names and ne of the tensors that a file with these keys has, by the architecture's own table: all required ones, and of the others those
@@ -247,7 +247,7 @@ def _nbytes(t: TensorSpec) -> int:
     return t.dtype.row_bytes(t.ne[0]) * int(np.prod(t.ne[1:], dtype=np.int64))
 
 
-# -- random weights
+# Random weights
 
 def random_rows(t: TensorSpec, seed: int = 0) -> Iterator[np.ndarray]:
     """A tensor's rows, some MB at a time, as GGUFWriter.write_data takes them: [rows, ne[0]] of float types, [blocks, bytes] of block types."""

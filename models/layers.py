@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from pyggml.dtypes import F32
 from pyggml.errors import ParamError, ShapeError
 from pyggml.models import ssd
-from pyggml.ops.attention.defs import rope, soft_max
+from pyggml.ops.attention.defs import flash_attn_ext, rope, soft_max
 from pyggml.ops.layout.defs import arange, concat, cont, get_rows, pad, permute, reshape, set_rows, view
 from pyggml.ops.matmul.defs import mul_mat
 from pyggml.ops.norm.defs import rms_norm
@@ -93,12 +93,17 @@ def attention(w: LayerWeights, x: Tensor, inp: GraphInputs, mem: Memory, il: int
         cache_k = set_rows(cache_k, reshape(k, [d_k * n_head_kv, n]), inp.kv_idxs)
         cache_v = set_rows(cache_v, v, inp.kv_idxs)
         keys = permute(_heads(cache_k, d_k, n_head_kv, inp.n_kv), 0, 2, 1, 3)      # [d_k, n_kv, n_head_kv]
-        values = permute(_heads(cache_v, d_v, n_head_kv, inp.n_kv), 1, 2, 0, 3)    # [n_kv, d_v, n_head_kv]
-        kq = named(mul_mat(keys, permute(q, 0, 2, 1, 3)), "kq", il)                # [n_kv, n_tokens, n_head]
-        kq = named(soft_max(kq, inp.kq_mask, scale=kq_scale), "kq_soft_max", il)
-        kqv = named(mul_mat(values, kq), "kqv", il)                                # [d_v, n_tokens, n_head]
-        merged = reshape(cont(permute(kqv, 0, 2, 1, 3)), [d_v * n_head, n])
-        return named(linear(w, "attn_output", named(merged, "kqv_merged", il)), "attn_out", il)
+        queries = permute(q, 0, 2, 1, 3)                                           # [d_k, n_tokens, n_head]
+        if inp.flash_attn:
+            values = permute(_heads(cache_v, d_v, n_head_kv, inp.n_kv), 0, 2, 1, 3)   # [d_v, n_kv, n_head_kv]
+            kqv = named(flash_attn_ext(queries, keys, values, inp.kq_mask, kq_scale), "__fattn__", il)
+        else:
+            values = permute(_heads(cache_v, d_v, n_head_kv, inp.n_kv), 1, 2, 0, 3)   # [n_kv, d_v, n_head_kv]
+            kq = named(mul_mat(keys, queries), "kq", il)                           # [n_kv, n_tokens, n_head]
+            kq = named(soft_max(kq, inp.kq_mask, scale=kq_scale), "kq_soft_max", il)
+            kqv = cont(permute(named(mul_mat(values, kq), "kqv", il), 0, 2, 1, 3))
+        merged = named(reshape(kqv, [d_v * n_head, n]), "kqv_out", il)             # kqv: [d_v, n_head, n_tokens]
+        return named(linear(w, "attn_output", merged), "attn_out", il)
 
 
 def _heads(cache: Tensor, d: int, n_head: int, n_kv: int) -> Tensor:
@@ -117,7 +122,7 @@ def head(w: LayerWeights, x: Tensor, inp: GraphInputs, eps: float, logit_scale: 
         return scaled(logits, 1.0 / logit_scale if logit_scale else None, "result_output_scaled")
 
 
-# -- Mamba2
+# Mamba2
 
 MAMBA2_WEIGHTS = ("ssm_in.weight", "ssm_conv1d.weight", "ssm_conv1d.bias", "ssm_dt.bias", "ssm_a", "ssm_d", "ssm_out.weight")  # ssm_norm.weight may be absent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
@@ -105,7 +106,7 @@ class Model:
         embd = self.file.tensors.get("token_embd.weight")
         return self.hparams.n_vocab or (embd.ne[1] if embd is not None else 0)
 
-    # -- what users ask for
+    # What users ask for
 
     @cached_property
     def vocab(self) -> Vocab:
@@ -141,16 +142,19 @@ class Model:
 
     def context(self, *, backend: str = "cpu", threads: int | None = None, threads_batch: int | None = None, n_ctx: int = 4096, n_ubatch: int = 512,
                 n_seq_max: int = 1, mamba2: str | Callable[..., Any] = "auto", chunk: int | str | None = None, ssd_precision: str = "f32",
-                type_k: str = "f16", type_v: str = "f16", type_r: str = "f32", type_s: str = "f32", **options: Any) -> Context:
+                type_k: str = "f16", type_v: str = "f16", type_r: str = "f32", type_s: str = "f32", flash_attn: bool | str = "auto",
+                **options: Any) -> Context:
         """A place to run the model: memory for n_ctx tokens shared by n_seq_max sequences, states for each of them.
 
         `mamba2`: "auto", "scan", "ssd", "ssd-fused", or a function with the signature of `mamba2_layer` in its place. `chunk`: see
         `mamba2_layer`; `ssd_precision`: its `precision`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16.
-        `threads_batch`: threads of graphs of more than one token per sequence (default: `threads`). `options` go to the backend: for cpu
-        threads, level, prec ("f32": nothing is rounded to less than it is stored in).
+        `threads_batch`: threads of graphs of more than one token per sequence (default: `threads`). `flash_attn`: attention as one op (True),
+        as products and a softmax (False), or as one op where the backend has it ("auto"). `options` go to the backend: for cpu threads,
+        level, prec ("f32": nothing is rounded to less than it is stored in).
         """
         return Context(self, backend=backend, threads=threads, threads_batch=threads_batch, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max,
-                       mamba2=check_mamba2(mamba2), chunk=check_chunk(chunk), ssd_precision=check_precision(ssd_precision), options=options,
+                       mamba2=check_mamba2(mamba2), chunk=check_chunk(chunk), ssd_precision=check_precision(ssd_precision), flash_attn=flash_attn,
+                       options=options,
                        types={k: _cache_type(k, t) for k, t in (("type_k", type_k), ("type_v", type_v), ("type_r", type_r), ("type_s", type_s))})
 
     def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None,
@@ -182,15 +186,15 @@ class Model:
         logits, updates = self.build(inp, mem, check_mamba2(mamba2), chunk, check_precision(ssd_precision))
         return Graph([logits, *updates])
 
-    def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> GraphInputs:
-        """Input tensors of a ubatch's graph."""
+    def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int, flash_attn: bool = True) -> GraphInputs:
+        """Input tensors of a ubatch's graph, and how it computes attention."""
         n = n_seq_tokens * n_seqs
         attn, rec = "attention" in self.kinds, "mamba" in self.kinds
         return GraphInputs(n_seq_tokens, n_seqs, n_kv, n_outputs, tokens=tensor([n], "i32", name="inp_tokens"),
                            rows=tensor([n_seqs], "i32", name="inp_rows") if rec else None, pos=tensor([n], "i32", name="inp_pos") if attn else None,
                            kv_idxs=tensor([n], "i64", name="inp_kv_idxs") if attn else None,
-                           kq_mask=tensor([n_kv, n], "f32", name="inp_kq_mask") if attn else None,
-                           out_ids=tensor([n_outputs], "i32", name="inp_out_ids") if n_outputs < n else None)
+                           kq_mask=tensor([n_kv, n], "f16", name="inp_kq_mask") if attn else None,
+                           out_ids=tensor([n_outputs], "i32", name="inp_out_ids") if n_outputs < n else None, flash_attn=flash_attn)
 
     def close(self) -> None:
         """Give up the file. It stays mapped while a context has plans over it; new plans are refused (ContextError)."""
@@ -214,8 +218,14 @@ def layer_dims(hp: Any, kind: str, il: int, n_vocab: int) -> dict[str, int]:
 
 
 def check_mamba2(mamba2: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    """`mamba2` itself when it names a form or is a function."""
-    if not callable(mamba2) and mamba2 not in ("auto", *FORMS):
+    """`mamba2` itself when it names a form or is a function that can be called as mamba2_layer is."""
+    if callable(mamba2):
+        try:
+            inspect.signature(mamba2).bind("x", "weights", "conv", "ssm", "hparams", form="user", chunk=None)
+        except (TypeError, ValueError) as e:
+            name = getattr(mamba2, "__name__", repr(mamba2))
+            raise ParamError(f"mamba2 function {name}: {e}; legal: {name}(x, weights, conv, ssm, hparams, *, form, chunk)") from None
+    elif mamba2 not in ("auto", *FORMS):
         raise ParamError(f"mamba2 {mamba2!r}; legal: auto, {', '.join(FORMS)}, or a function with the signature of mamba2_layer")
     return mamba2
 

@@ -33,7 +33,7 @@ T = TypeVar("T")
 LARGE_ELEMENTS, LARGE_FLOPS = 4 << 20, 6e8
 
 
-# -- inputs ---------------------------------------------------------------------------------------------------------------
+# Inputs
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
@@ -117,7 +117,7 @@ def i32(*ne: int, hi: int | None = None, lo: int = 0, unique: bool = False) -> L
     return leaf(I32, ne, None if hi is None else distinct(hi) if unique else whole(lo, hi))
 
 
-# -- cases ----------------------------------------------------------------------------------------------------------------
+# Cases
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -237,7 +237,7 @@ def all_cases() -> Iterator[Case]:
         yield from cases_of(d)
 
 
-# -- forms: cases in ggml's own variables ---------------------------------------------------------------------------------
+# Forms: cases in ggml's own variables
 
 class Form:
     """How test-backend-ops writes an op's cases: variables with defaults, and the case that they stand for. Variables before
@@ -273,7 +273,7 @@ def form(d: OpDef, **fixed: Any) -> Callable[[Callable[..., Case]], Form]:
     return register
 
 
-# -- calls that are refused -----------------------------------------------------------------------------------------------
+# Calls that are refused
 
 @dataclass(frozen=True, slots=True)
 class ErrorCase:
@@ -305,7 +305,7 @@ def errors_of(d: OpDef) -> Iterator[ErrorCase]:
         yield replace(e, op=d, inputs=e.inputs + (None,) * (len(d.inputs) - len(e.inputs)))
 
 
-# -- random cases ---------------------------------------------------------------------------------------------------------
+# Random cases
 
 class Draw(Protocol):
     """Where random cases take their choices from: a seeded generator, or hypothesis, which then finds the smallest failing one."""

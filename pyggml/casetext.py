@@ -133,6 +133,6 @@ def from_json(lines: Iterable[str], path: str) -> Iterator[Case]:
             row = json.loads(line)
             found = parse_case(row["case"])
             yield replace(found, limit=row.get("limit", found.limit), perf=bool(row.get("perf", False)))
-        except (ValueError, KeyError, TypeError) as e:  # ParamError and its kin are ValueErrors
+        except (ValueError, KeyError, TypeError, RecursionError) as e:  # ParamError and its kin are ValueErrors
             reason = f"no field {e}" if isinstance(e, KeyError) else str(e)
             raise ParamError(f"{path}:{n}: {reason}") from None

@@ -137,7 +137,7 @@ def _seen(runner: Watched, ins: list[Tensor], outs: list[Tensor], before: list[n
     """Bytes that changed outside the results, and elements of results that were not written."""
     arena, scratch = runner.buffers()
     may_change = np.zeros(len(arena), bool)
-    for t in outs:
+    for t in {id(t): t for t in (*outs, *(t for s in runner.plan.steps for t in s.outs))}.values():  # what steps make for each other is theirs
         place = runner.plan.offsets.get(id(t.root))
         if place is not None:
             cells = as_strided(may_change[place + t.offs:], (*t.ne[::-1], t.dtype.nbytes), (*t.nb[::-1], 1))

@@ -288,14 +288,15 @@ def op(name: str, inputs: str, *, outputs: str = "out", view: bool = False, inpl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What a kernel wants done to one of its inputs beforehand: `fn` makes `out` of `source`. A plan does it once for all that
-    read the same source with the same fn and key."""
+    """What a kernel wants done to one of its inputs beforehand: `fn` makes `out` of `source`, and of the tensors of `more`. A plan does
+    it once for all that read the same source with the same fn and key."""
 
     fn: Callable[..., Any]
     source: Tensor
     out: Tensor
     key: tuple[Any, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    more: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,10 @@ def raises(out, x, i0, i1):  # type: ignore[no-untyped-def]
         raise ValueError("never")
 
 
+def imports(out, x, i0, i1):  # type: ignore[no-untyped-def]
+    import os  # noqa: F401
+
+
 def no_such_name(out, x, i0, i1):  # type: ignore[no-untyped-def]
     st_f32(out.p, 0, undefined_helper(i0))  # type: ignore[name-defined] # noqa: F821
 
@@ -146,6 +150,12 @@ def test_a_users_settings_of_numba_are_not_the_kernels(tmp_path: Path, monkeypat
 def test_a_kernel_with_an_unknown_name(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match="no_such_name: .*undefined_helper") as e:
         Kernels(folder=tmp_path).addresses([KernelSpec(no_such_name, {}, 2)])
+    assert "\n" not in str(e.value)
+
+
+def test_a_kernel_with_python_that_numba_does_not_read(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match="^imports: Use of unsupported opcode") as e:
+        Kernels(folder=tmp_path).addresses([KernelSpec(imports, {}, 2)])
     assert "\n" not in str(e.value)
 
 

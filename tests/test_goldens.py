@@ -92,7 +92,8 @@ def test_types_are_as_close_to_exact_as_llama_cpp(shared: Path, name: str, type_
         logits = ctx.decode(ids[f"{prompt}/ids"].tolist(), all_logits=True)
         exact = z[f"{type_}/{prompt}/deq_last"]
         assert rms(logits[-1] - exact) <= 1.15 * rms(z[f"{type_}/{prompt}/llama_last"] - exact)
-        assert (logits.argmax(1) == z[f"{type_}/{prompt}/deq_argmax"]).mean() >= 0.99  # llama.cpp's own: 0.962 to 0.990 of 600 (Q8_0, Q4_K_M)
+        wrong = int(np.sum(logits.argmax(1) != z[f"{type_}/{prompt}/deq_argmax"]))
+        assert wrong <= max(1, len(logits) // 100)  # llama.cpp's own: 6 to 23 of 600 (Q8_0, Q4_K_M); a margin of 0.005 is within the rounding's rms
         plain.reset()  # float32 products: as close as F32 weights are to their golden
         logits = plain.decode(ids[f"{prompt}/ids"].tolist(), all_logits=True)
         assert np.abs(logits[-1] - exact).max() <= 1e-4

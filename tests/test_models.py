@@ -172,7 +172,7 @@ def test_a_users_function_in_place_of_the_layer(tmp_path: Path) -> None:
         model.context(mamba2=lambda x, w, conv, ssm, hp, **k: (pg.mul(x, pg.tensor([1], name="mine")), conv, ssm)).decode(IDS)
 
 
-# -- the layer on plain tensors ---------------------------------------------------------------------------------------------
+# The layer on plain tensors
 
 def layer(n: int, seqs: int, groups: int, form: str, chunk: int | str | None = None, *, decay: tuple[float, float] = (0.5, 1.0), dt_bias: float = -1.0,
           sizes: tuple[int, int, int] = (16, 8, 4)) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -243,7 +243,7 @@ def test_layer_errors() -> None:
         layer(3, 1, 3, "ssd")
 
 
-# -- files that are wrong ---------------------------------------------------------------------------------------------------
+# Files that are wrong
 
 def refuse(tmp_path: Path, match: str, arch: str = "nemotron_h", error: type[Exception] = ModelError, **kw: Any) -> None:
     fabricate(arch, tmp_path / "bad.gguf", **kw)

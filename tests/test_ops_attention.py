@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import pyggml as pg
 from pyggml.cpu.level import LEVELS, host_level
-from pyggml.ops.attention.defs import argsort, rope, soft_max, top_k
+from pyggml.ops.attention.defs import argsort, flash_attn_ext, rope, soft_max, top_k
 from pyggml.ops.layout.defs import permute
 from pyggml.tensor import Tensor, tensor
 from pyggml.testing import nmse
@@ -28,7 +28,82 @@ def run(out: Tensor, **options: Any) -> np.ndarray:
     return value.reshape(out.ne[::-1])
 
 
-# -- SOFT_MAX -------------------------------------------------------------------------------------------------------------
+# FLASH_ATTN_EXT
+
+
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None, **options: Any) -> np.ndarray:
+    """Rows [n_tok, n_head, d_v] of one sequence."""
+    scale = options.pop("scale", 1.0)
+    ins = [tensor(t.astype(np.float32)) for t in (q, k, v)]
+    return run(flash_attn_ext(*ins, None if mask is None else tensor(mask.astype(np.float16)), scale), **options)[0]
+
+
+def random_attention(n_tok: int, n_kv: int, n_head: int = 4, n_head_kv: int = 2, d: int = 40) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """q, k, v, and a mask that hides about half of the cells."""
+    rng = np.random.default_rng([n_tok, n_kv])
+    q, k, v = (rng.uniform(-1, 1, s) for s in ((n_head, n_tok, d), (n_head_kv, n_kv, d), (n_head_kv, n_kv, d)))
+    return q, k, v, np.where(rng.random((n_tok, n_kv)) < 0.5, -INF, 0.0)
+
+
+def test_attention_of_known_values() -> None:
+    q, k, v = (np.array(t) for t in ([[[1.0], [2.0]]], [[[0.0], [math.log(2)], [math.log(4)]]], [[[1.0], [2.0], [4.0]]]))
+    mask = np.array([[0, 0, -INF], [0, -INF, 0]])
+    assert np.allclose(attend(q, k, v, None).ravel(), [(1 + 4 + 16) / 7, (1 + 8 + 64) / 21], atol=1e-6)
+    assert np.allclose(attend(q, k, v, mask).ravel(), [5 / 3, (1 + 64) / 17], atol=1e-6)
+    assert np.allclose(attend(q, k, v, mask, scale=-1.0).ravel(), [(1 + 2 / 2) / 1.5, (1 + 4 / 16) / (17 / 16)], atol=1e-6)
+
+
+def test_query_heads_share_the_kv_head_of_their_group() -> None:
+    q, k, v = np.ones((6, 1, 1)), np.zeros((3, 2, 1)), np.arange(3.0).reshape(3, 1, 1).repeat(2, 1)
+    assert attend(q, k, v, None).ravel().tolist() == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize(("n_tok", "n_kv"), [(1, 100), (5, 300), (70, 130)])
+def test_what_hidden_cells_hold_reaches_no_token(n_tok: int, n_kv: int, bad: float) -> None:
+    """Cells hidden from all tokens, and cells that the last token alone sees: the others have the bits of clean memory."""
+    q, k, v, mask = random_attention(n_tok, n_kv)
+    mask[:, 7], mask[:, 70] = -INF, -INF
+    mask[-1, 70] = 0.0 if n_tok > 1 else -INF
+    want = attend(q, k, v, mask)
+    for cell in (7, 70):
+        k[:, cell], v[:, cell] = bad, bad
+    got = attend(q, k, v, mask)
+    clean = slice(None) if n_tok == 1 else slice(0, -1)
+    assert np.isfinite(want).all() and nmse(got[clean], want[clean]) < 1e-13
+    assert n_tok == 1 or np.isnan(got[-1]).all()
+
+
+def test_what_one_head_s_mask_hides_does_not_reach_it() -> None:
+    q, k, v = np.ones((2, 1, 16)), np.ones((1, 70, 16)), np.ones((1, 70, 16))
+    v[:, 3] = INF
+    mask = np.zeros((2, 1, 70))
+    mask[0, 0, 3] = -INF
+    got = attend(q, k, v, mask)[0]
+    assert np.allclose(got[0], 1.0) and (got[1] == INF).all()
+
+
+def test_a_token_s_result_does_not_depend_on_the_others() -> None:
+    q, k, v, mask = random_attention(50, 700)
+    whole = attend(q, k, v, mask)
+    for t in (0, 17, 49):
+        assert nmse(attend(q[:, t:t + 1], k, v, mask[t:t + 1])[0], whole[t]) < 1e-13
+
+
+@pytest.mark.parametrize("n_tok", [1, 40])
+def test_a_long_context_loses_no_digits(n_tok: int) -> None:
+    """Even weights on 32,768 cells: sums of random values, which a plain float32 sum rounds by 1e-6."""
+    q, k, v, _ = random_attention(n_tok, 32768, 1, 1, 16)
+    assert nmse(attend(q * 1e-3, k, v, None), attend(q * 1e-3, k, v, None, backend="reference")) < 1e-12
+
+
+@pytest.mark.parametrize("level", LEVELS_HERE)
+def test_flash_attention_at_level(level: str) -> None:
+    q, k, v, mask = random_attention(3, 400)
+    assert nmse(attend(q, k, v, mask, level=level), attend(q, k, v, mask, backend="reference")) < 1e-12
+
+
+# SOFT_MAX
 
 
 def test_soft_max_of_known_values() -> None:
@@ -68,7 +143,7 @@ def test_soft_max_on_every_level(level: str) -> None:
     assert nmse(run(soft_max(tensor(x)), level=level), e / e.sum(axis=1, keepdims=True)) < 2e-13
 
 
-# -- ROPE -----------------------------------------------------------------------------------------------------------------
+# ROPE
 
 
 @pytest.mark.parametrize("level", LEVELS_HERE)
@@ -110,7 +185,7 @@ def test_rope_of_permuted_heads() -> None:
     assert got.tobytes() == want.tobytes()
 
 
-# -- ARGSORT, TOP_K -------------------------------------------------------------------------------------------------------
+# ARGSORT, TOP_K
 
 rows = hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 70)),
                   elements=st.one_of(st.sampled_from([0.0, -0.0, 1.0, INF, -INF, NAN]), st.floats(width=32)))
@@ -149,7 +224,7 @@ def test_sort_of_long_ordered_rows(x: np.ndarray) -> None:
     assert np.array_equal(run(top_k(t, 9000)).ravel(), np.argsort(-x, kind="stable")[:9000])
 
 
-# -- all ------------------------------------------------------------------------------------------------------------------
+# All
 
 
 def test_fault_126_bits_do_not_depend_on_threads() -> None:

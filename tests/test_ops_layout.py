@@ -59,7 +59,7 @@ def test_a_view_of_a_view_ends_with_the_storage() -> None:
 
 
 
-# -- views ----------------------------------------------------------------------------------------------------------------
+# Views
 
 
 def test_view_has_offset_and_strides_of_its_own() -> None:
@@ -100,7 +100,7 @@ def test_a_view_of_a_written_tensor_sees_the_write() -> None:
     assert np.array_equal(runner.get(y)[0, 0, 0], [1, 2, 3, 4])
 
 
-# -- copies ---------------------------------------------------------------------------------------------------------------
+# Copies
 
 dims = st.lists(st.integers(1, 20), min_size=4, max_size=4).filter(lambda n: np.prod(n) <= 20_000)
 orders = st.permutations(range(4))
@@ -192,7 +192,7 @@ def test_fault_18_every_element_is_written() -> None:
     assert all(v.tobytes() == runner.get(t).tobytes() for v, t in zip(first, outs, strict=True))
 
 
-# -- rows by index --------------------------------------------------------------------------------------------------------
+# Rows by index
 
 
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1, -(2**31)])

@@ -14,7 +14,7 @@ from pyggml.errors import DTypeError, ParamError
 from pyggml.graph import Graph
 from pyggml.ops.matmul.defs import mul_mat
 from pyggml.quants import WEIGHT_TYPES, dequantize
-from pyggml.registry import find_op
+from pyggml.registry import find_op, load_kernels
 from pyggml.tensor import Tensor, encode
 from pyggml.testing import nmse, run_case
 
@@ -158,12 +158,31 @@ def test_prec_f32_rounds_nothing() -> None:
         open_backend("cpu", prec="f16")
 
 
-def test_infinities_stay_what_they_are() -> None:
-    """An infinite activation gives an infinite sum, not a NaN, in planes of bfloat16 too."""
+def test_infinities_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An infinite activation gives an infinite sum, not a NaN, in planes of bfloat16 too, which CPUs without tiles can run as well."""
+    load_kernels("cpu")
+    for kernel in mul_mat.kernels["cpu"]:
+        if "needs" in kernel.options:
+            monkeypatch.setitem(kernel.options, "needs", kernel.options["needs"] - {"amx-bf16"})
     for name in ("q8_0", "bf16", "f16"):
         a, x = weights(name, 64, 32), floats(32, 64)
-        x[5, 7] = np.inf
+        x[5, 7], x[6, 8], x[7, 9], x[8, 10] = np.inf, -np.inf, np.nan, 3.4e38  # the last one is beyond bfloat16's range
         wide = dequantize(stored(a).reshape(32, -1), a.dtype)
         got = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=1)
-        assert np.array_equal(got[5], np.where(wide[:, 7] > 0, np.inf, np.where(wide[:, 7] < 0, -np.inf, np.nan)), equal_nan=True)
-        assert np.isfinite(np.delete(got, 5, 0)).all()
+        for row, k, sign in ((5, 7, 1), (6, 8, -1)):
+            assert np.array_equal(got[row], np.where(wide[:, k] != 0, sign * np.sign(wide[:, k]) * np.inf, np.nan), equal_nan=True), name
+        assert np.isnan(got[7]).all() and not np.isnan(got[8][wide[:, 10] != 0]).any()
+        rest = np.delete(got, [5, 6, 7, 8], 0)
+        assert nmse(rest, np.delete(x, [5, 6, 7, 8], 0).astype(np.float64) @ wide.astype(np.float64).T) < (8e-6 if name == "q8_0" else 3e-11)
+
+
+@pytest.mark.skipif("avx512bf16" not in level_features(host_level()), reason="this CPU multiplies no bfloat16")
+def test_the_limit_knows_that_few_results_vary() -> None:
+    """Products with 17 results each: some are beyond the limit of a large product, none beyond its own."""
+    products = [mul_mat(weights("q8_0", 64, 1, seed=i), pg.tensor(floats(17, 64, seed=1000 + i))) for i in range(300)]
+    errors = []
+    for y, got in zip(products, pg.compute(products, {}, threads=2), strict=True):
+        a, x = y.node.src
+        wide = dequantize(stored(a).reshape(1, -1), a.dtype)[0].astype(np.float64)
+        errors.append(nmse(got.ravel(), x.data.view(np.float32).reshape(17, 64) @ wide))
+    assert 8e-6 < max(errors) < mul_mat.limit_of(products[0].node)

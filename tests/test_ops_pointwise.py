@@ -37,7 +37,7 @@ def f32(*values: float) -> Tensor:
     return pg.tensor(np.array(values, np.float32))
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------
+# The table
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -112,7 +112,7 @@ def test_types_that_do_not_exist_or_are_not_computed() -> None:
 
 
 
-# -- faults of peer engines -----------------------------------------------------------------------------------------------
+# Faults of peer engines
 
 
 @pytest.mark.parametrize("raw, want", [(89.0, 89.0), (-20.0, 2.0611537e-9), (150.0, 150.0)], ids=["f12-above", "f12-below", "f14-not-clamped"])
@@ -142,7 +142,7 @@ def test_fault_17_dead_lanes_do_not_reach_live_ones() -> None:
     assert got[live].tobytes() == want[live].tobytes() and np.isnan(got[~live]).all()
 
 
-# -- fusion: what the kernels give -----------------------------------------------------------------------------------------
+# Fusion: what the kernels give
 
 
 def strided(ne: Sequence[int], nb: Sequence[int], dtype: str = "f32") -> Tensor:
@@ -249,6 +249,43 @@ def a_write_to_a_view_between() -> list[Tensor]:
     return [pg.mul(before, leaf(40, 3)), pg.sqr(pg_view)]
 
 
+def norm_times_weight() -> list[Tensor]:
+    return [pg.mul(pg.rms_norm(leaf(40, 3, 2), eps=1e-5), leaf(40))]
+
+
+def norm_of_strided_rows_and_more() -> list[Tensor]:
+    x = pg.rms_norm(pg.permute(leaf(3, 40, 2), 1, 0, 2, 3), eps=1e-5)
+    return [pg.add(pg.silu(pg.scale(x, 0.5)), pg.permute(leaf(3, 40, 2), 1, 0, 2, 3))]
+
+
+def conv_bias_gate() -> list[Tensor]:
+    return [pg.silu(pg.add(pg.ssm_conv(leaf(40, 70, 2), leaf(4, 70)), leaf(70)))]
+
+
+def conv_of_few_tokens_padded() -> list[Tensor]:
+    return [pg.mul(pg.add(pg.ssm_conv(leaf(8, 70, 2), leaf(4, 70), n_t=9), leaf(70)), leaf(1, 9, 2))]
+
+
+def norm_read_twice() -> list[Tensor]:
+    x = pg.rms_norm(leaf(40, 3), eps=1e-5)
+    return [pg.mul(x, leaf(40)), pg.sqr(x)]
+
+
+def norm_repeats_in_a_row() -> list[Tensor]:
+    return [pg.mul(pg.rms_norm(leaf(40, 3), eps=1e-5), leaf(20))]
+
+
+def norm_is_an_output() -> list[Tensor]:
+    x = pg.rms_norm(leaf(40, 3), eps=1e-5)
+    return [pg.mul(x, leaf(40)), x]
+
+
+def norm_before_a_write() -> list[Tensor]:
+    state, new = leaf(40, 3), leaf(40, 3)
+    x = pg.rms_norm(state, eps=1e-5)
+    return [pg.mul(x, pg.cpy(new, state))]
+
+
 def a_write_before_and_elsewhere() -> list[Tensor]:
     state, other, new = leaf(40, 3), leaf(40, 3), leaf(40, 3)
     after = pg.neg(pg.cpy(new, state))
@@ -295,6 +332,21 @@ def test_fused_equals_unfused_equals_reference(build: Callable[[], list[Tensor]]
     for a, b, w in zip(fused, single, want, strict=True):
         assert a.tobytes() == b.tobytes()
         assert np.array_equal(a, w) if a.dtype == np.int32 else nmse(a, w) <= 1e-13
+
+
+ENDINGS: dict[Callable[[], list[Tensor]], int] = {  # chains after kernels that can end with one, and how many steps are left
+    norm_times_weight: 1, norm_of_strided_rows_and_more: 1, conv_bias_gate: 1, conv_of_few_tokens_padded: 1, norm_read_twice: 3, norm_repeats_in_a_row: 2,
+    norm_is_an_output: 2, norm_before_a_write: 3}
+
+
+@pytest.mark.parametrize("build", ENDINGS, ids=lambda f: f.__name__)
+def test_a_kernel_that_ends_with_a_chain(build: Callable[[], list[Tensor]]) -> None:
+    graph = pg.Graph(build())
+    values = feeds(graph)
+    assert len(open_backend("cpu").plan(graph).steps) == ENDINGS[build]
+    fused, single, want = run(graph, values, poison=True, threads=3), run(graph, values, fuse=False, poison=True), run(graph, values, "reference")
+    for a, b, w in zip(fused, single, want, strict=True):
+        assert a.tobytes() == b.tobytes() and nmse(a, w) <= 1e-12
 
 
 @pytest.mark.parametrize("build", [permuted_and_gaps, repeats_in_every_dim, two_gated_units], ids=lambda f: f.__name__)
@@ -364,7 +416,7 @@ def test_an_expression_that_no_kernel_can_be_made_of(expr: str, dtype: str, matc
         del OPS["TEST_BAD"]
 
 
-# -- fusion: random graphs, their kernels run as plain Python ----------------------------------------------------------------
+# Fusion: random graphs, their kernels run as plain Python
 
 
 class Interpreter:

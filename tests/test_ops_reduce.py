@@ -39,7 +39,7 @@ def test_aliases_of_pull_request_16982() -> None:
     assert lower.tolist() == [[1, 0, 0], [4, 5, 0], [7, 8, 9]]
 
 
-# -- faults of peer engines -----------------------------------------------------------------------------------------------
+# Faults of peer engines
 
 
 def decay(a: np.ndarray, *, type: str = "f64") -> Tensor:
@@ -145,7 +145,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     assert one == two == seven
 
 
-# -- accuracy and ends ------------------------------------------------------------------------------------------------------
+# Accuracy and ends
 
 
 def test_strided_rows_give_the_bits_of_contiguous_ones() -> None:

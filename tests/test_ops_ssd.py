@@ -60,7 +60,7 @@ def tokens(steps: list[float], A: float, **values: float) -> tuple[list[float], 
     return y.ravel().tolist(), float(state.item())
 
 
-# -- by hand -----------------------------------------------------------------------------------------------------------------
+# By hand
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -106,7 +106,7 @@ def test_fault_9_10_11_sudden_and_tiny_decays_side_by_side() -> None:
         assert np.isfinite(got).all() and nmse(got, want) <= 1e-11
 
 
-# -- precision ---------------------------------------------------------------------------------------------------------------
+# Precision
 
 
 @pytest.mark.parametrize("precision", LIMITS)
@@ -140,7 +140,7 @@ def test_agrees_with_the_scan(chunk: int | None) -> None:
         assert nmse(got, w) <= 1e-12
 
 
-# -- sequences ---------------------------------------------------------------------------------------------------------------
+# Sequences
 
 
 @pytest.mark.parametrize("precision", LIMITS)

@@ -52,7 +52,7 @@ def one_token(dt: float, A: float = -1.0, *, s: float = 1.0, x: float = 0.0, B: 
     return float(y.item()), float(state.item())
 
 
-# -- SSM_SCAN -------------------------------------------------------------------------------------------------------------
+# SSM_SCAN
 
 
 @pytest.mark.parametrize("d_state", [1, 5, 16, 20])
@@ -223,7 +223,7 @@ def test_id_out_of_range_stops_the_run(bad: int, d_state: int) -> None:
         scan(a, backend="reference")
 
 
-# -- SSM_CONV -------------------------------------------------------------------------------------------------------------
+# SSM_CONV
 
 
 def conv(sx: np.ndarray, c: np.ndarray, n_t: int | None = None, *, channels_innermost: bool = False, threads: int = 2) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pyggml as pg
-from pyggml.errors import ContextError, KernelError, ParamError
+from pyggml.errors import ContextError, KernelError, ParamError, UnsupportedOp
 from pyggml.models import Model, demo_path
 from pyggml.models.ssd import chunk_size
 from pyggml.runtime.batch import Piece, split_equal
@@ -235,6 +235,9 @@ def test_fault_17_18_dead_memory_does_not_leak(tiny: dict[str, Model], form: str
         for t in (*dirty.memory.conv, *dirty.memory.ssm):
             if t is not None and t.data is not None:
                 t.data.reshape(3, -1)[[0, 2]] = 0xFF
+        for t in (*dirty.memory.k, *dirty.memory.v):
+            if t is not None and t.data is not None:
+                t.data[...] = 0xFF
         want = clean.decode(small(21), 1, all_logits=True)
         assert np.array_equal(dirty.decode(small(21), 1, all_logits=True), want)
         dirty.reset(1)
@@ -254,6 +257,44 @@ def test_fault_17_infinities_of_a_finished_sequence(tiny: dict[str, Model], form
                 t.data.view(np.float32).reshape(ctx.n_ctx, -1)[ctx.memory.cell_seq == 0] = np.inf
         ctx.reset(0)
         assert np.array_equal(ctx.decode(small(5, 1), 1, all_logits=True), want)
+
+
+def test_infinities_of_a_live_sequence_stay_with_it(tiny: dict[str, Model]) -> None:
+    """Cells of two sequences lie among each other, in prompts and token by token; one of them holds what is no number."""
+    for arch in ("granitehybrid", "nemotron_h"):
+        model = tiny[arch]
+        logits = []
+        for bad in (1.0, np.inf, np.nan):
+            ctx = model.context(n_seq_max=2, **F32_CACHE)
+            ctx.decode_batch([(0, small(9, 1)), (1, small(9, 2))])
+            for t in (*ctx.memory.k, *ctx.memory.v):
+                if t is not None and t.data is not None:
+                    t.data.view(np.float32).reshape(ctx.n_ctx, -1)[ctx.memory.cell_seq == 0] = bad
+            steps = [ctx.decode_batch([(0, small(n)), (1, small(n, 3))], all_logits=True) for n in (20, 1, 1)]
+            logits.append(np.concatenate([s[1] for s in steps]))
+            assert np.isfinite(steps[-1][0]).all() == (bad == 1.0)
+        assert all(nmse(x, logits[0]) <= 1e-11 for x in logits)
+
+
+@pytest.mark.parametrize("types", [{}, {"type_k": "f32", "type_v": "f32"}, {"type_k": "bf16", "type_v": "bf16"}], ids=str)
+def test_both_graphs_of_attention_agree(demo: Model, types: dict[str, str]) -> None:
+    outs = []
+    for flash_attn in (True, False):
+        ctx = demo.context(flash_attn=flash_attn, n_seq_max=2, n_ubatch=64, prec="f32", **types)
+        prompts = ctx.decode_batch([(0, IDS[:100]), (1, IDS[50:90])], all_logits=True)
+        outs.append([*prompts, *ctx.decode_batch([(0, IDS[:1]), (1, IDS[:1])]), ctx.decode([7], 1)])
+    assert all(nmse(a, b) <= 1e-10 for a, b in zip(*outs, strict=True))
+
+
+def test_flash_attn_is_true_false_or_auto(demo: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ParamError, match="flash_attn 'yes'; legal: True, False, 'auto'"):
+        demo.context(flash_attn="yes")
+    attention = pg.find_op("FLASH_ATTN_EXT")
+    monkeypatch.setattr(attention, "kernels", {})
+    ids = small(5)
+    assert np.isfinite(demo.context(flash_attn="auto").decode(ids)).all()  # the products, as no kernel takes the op
+    with pytest.raises(UnsupportedOp, match="FLASH_ATTN_EXT"):
+        demo.context(flash_attn=True).decode(ids)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import csv
 import dataclasses
 import io
@@ -80,7 +81,7 @@ def parsed(*args: str) -> argparse.Namespace:
     return p.parse_args(args)
 
 
-# -- flags and cases ------------------------------------------------------------------------------------------------------
+# Flags and cases
 
 @pytest.mark.parametrize(("text", "values"), [
     ("5", [5]), ("1,2,4", [1, 2, 4]), ("8-11", [8, 9, 10, 11]), ("8-64+8", [8, 16, 24, 32, 40, 48, 56, 64]), ("8-64*2", [8, 16, 32, 64]),
@@ -127,7 +128,7 @@ def test_defaults_are_those_of_llama_bench() -> None:
     assert next(cases(parsed("-b", "4"))).settings.n_ubatch == 4
 
 
-# -- what runs ------------------------------------------------------------------------------------------------------------
+# What runs
 
 def settings(**changes: Any) -> Settings:
     usual = Settings(str(pg.models.demo_path()), 2048, 512, 2, 2, "f16", "f16", "f32", "f32", "scan", None, "cpu")
@@ -168,7 +169,7 @@ def test_conv_weights_of_another_type(tmp_path: Path) -> None:
         assert least <= nmse(model.context(mamba2="scan").decode([1, 2, 3]), want) <= most
 
 
-# -- outputs --------------------------------------------------------------------------------------------------------------
+# Outputs
 
 def test_columns_and_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys, "-p", "6", "-n", "2", "--mamba2", "auto,ssd,ssd-fused", "--chunk", "4", "--ssd-precision", "bf16")
@@ -229,7 +230,7 @@ def test_plans_made_inside_timed_runs_are_noted(capsys: pytest.CaptureFixture[st
     assert json.loads(out)[0]["n_plans_timed"] == 4 and "note: pp3, scan: 4 plans made inside the timed runs" in err
 
 
-# -- swapped ops ----------------------------------------------------------------------------------------------------------
+# Swapped ops
 
 def run_swapped(variant: Variant, y: pg.Tensor, x: pg.Tensor, value: np.ndarray) -> tuple[np.ndarray, list[str]]:
     """The value of y with an op swapped, and the kernels that made it."""
@@ -299,10 +300,10 @@ def test_an_op_replaced_by_a_graph(mine: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_wrong_replacement_gets_no_speed(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    base, own = rows(capsys, "-p", "4", "-n", "0", "--replace", f"CONT={mine}:plus_one", code=1)
+    base, own = rows(capsys, "-p", "4", "-n", "0", "--replace", f"SILU={mine}:plus_one", code=1)
     assert base["avg_ts"] > 0 and own["avg_ts"] is own["median_ts"] is own["samples_ts"] is own["vs_base"] is None
     assert re.match(r"logits differ from scan: NMSE .*, limit 1e-02", own["check"])
-    assert "wrong" in bench(capsys, "-p", "4", "-n", "0", "--replace", f"CONT={mine}:plus_one", "-o", "md", code=1).splitlines()[-1]
+    assert "wrong" in bench(capsys, "-p", "4", "-n", "0", "--replace", f"SILU={mine}:plus_one", "-o", "md", code=1).splitlines()[-1]
 
 
 def test_forms_are_held_against_each_other() -> None:
@@ -316,7 +317,7 @@ def test_forms_are_held_against_each_other() -> None:
     assert check.error(Case(settings(), 5, 0), "ssd", one * 1.2)[1] is None  # other tokens
 
 
-# -- profile --------------------------------------------------------------------------------------------------------------
+# Profile
 
 def test_the_profile_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys, "-p", "20", "-n", "3", "-ub", "8", "--mamba2", "scan", "--profile")
@@ -343,7 +344,7 @@ def test_the_profile_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(re.findall(r"^host ", out, re.M)) == 2
 
 
-# -- the peer -------------------------------------------------------------------------------------------------------------
+# The peer
 
 LLAMA = """
 import ctypes, json, time
@@ -383,7 +384,7 @@ def test_the_peer_runs_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [r["vs_peer"] for r in found[:3]] == [pytest.approx(r["median_ts"] / found[2]["median_ts"]) for r in found[:2]] + [None]
     calls = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     context = next(c[1] for c in calls if c[0] == "context")
-    assert context == {"n_ctx": 5, "n_batch": 4, "n_ubatch": 2, "n_threads": 2, "n_threads_batch": 1, "type_k": 1, "type_v": 1}
+    assert context == {"n_ctx": 5, "n_batch": 4, "n_ubatch": 2, "n_threads": 2, "n_threads_batch": 1, "type_k": 1, "type_v": 1, "flash_attn_type": -1}
     lane = ModelLane(pg.load_model(pg.models.demo_path()), Case(settings(), 5, 0), SharedMemory())
     ids = lane.prompt.tolist()
     run = [["clear"], ["decode", ids[:4]], ["decode", ids[4:]]]
@@ -404,13 +405,47 @@ def test_without_a_peer_there_is_one_line(tmp_path: Path, capsys: pytest.Capture
         assert why in line
 
 
-# -- errors ---------------------------------------------------------------------------------------------------------------
+def test_a_peer_that_talks_nonsense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python = tmp_path / "python"
+    for said in ("Welcome to this shell", "[1]"):
+        python.write_text(f"#!/bin/sh\nread line\necho '{said}'\nread line\n")
+        python.chmod(0o755)
+        assert main(["bench", "-p", "2", "-n", "0", "--peer", str(python), "-o", "json", *QUICK]) == 0
+        out, err = capsys.readouterr()
+        assert len(json.loads(out)) == 1
+        assert err == f"note: --peer {python}: it answered '{said}'; expected an object in JSON; the bench goes on without a peer\n"
+
+
+def test_a_peer_that_dies_leaves_what_is_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It answers the first test's hello, open, warm-up and two runs, then it ends."""
+    reply = json.dumps({"version": "0", "seconds": 1.0, "first_seconds": 1.0, "logits": base64.b64encode(np.ones(8192, np.float32).tobytes()).decode()})
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nfor i in 1 2 3 4 5; do read line; echo '{reply}'; done\n")
+    python.chmod(0o755)
+    assert main(["bench", "-p", "2,3", "-n", "0", "--peer", str(python), "-o", "json", *QUICK]) == 1
+    out, err = capsys.readouterr()
+    assert [(r["test"], r["backend"]) for r in json.loads(out)] == [("pp2", "cpu"), ("pp2", "llama.cpp")]
+    assert "the process ended with code" in err and "Traceback" not in err
+
+
+def test_profiles_that_are_finished_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for output in ("md", "csv"):
+        assert main(["bench", "-m", f"{pg.models.demo_path()},none.gguf", "-p", "2", "-n", "0", "--profile", "-o", output, *QUICK]) == 1
+        out, err = capsys.readouterr()
+        assert "pp2" in out and "host" in out and "none.gguf" in err
+
+
+# Errors
 
 @pytest.mark.parametrize(("args", "message"), [
     (["--noop", "VIEW"], "--noop VIEW: a view has no kernel and costs nothing"),
     (["--noop", "NONE"], "unknown op 'NONE'"),
     (["--replace", "SILU"], "--replace 'SILU'; legal: OP=MODULE:FUNCTION"),
     (["--replace", "SILU=nowhere:f"], "'nowhere:f': nowhere cannot be imported"),
+    (["--replace", "SILU=os:getcwd"], "--replace SILU=os:getcwd: too many positional arguments; legal: FUNCTION(a), or a kernel, whose last arguments are i0"),
+    (["--replace", "SCALE=math:sqrt"], "got an unexpected keyword argument 's'; legal: FUNCTION(a, s, b), or a kernel"),
+    (["--replace", "SILU=builtins:dict"], "--replace SILU=builtins:dict: no signature found"),
+    (["--mamba2", "os:getcwd"], "mamba2 function getcwd: too many positional arguments; legal: getcwd(x, weights, conv, ssm, hparams, *, form, chunk)"),
     (["-p", "0", "-n", "0"], "nothing to run"),
     (["-m", "none.gguf"], "none.gguf"),
     (["--backend", "cpu,ggml", "--profile"], "backend ggml: --noop"),
@@ -439,5 +474,16 @@ def test_a_graph_of_another_shape(mine: str) -> None:
 
 
 def test_options_without_effect_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "-p", "2", "-n", "0", "-ngl", "99", "-fa", "1", "-mmp", "0", *QUICK]) == 0
-    assert capsys.readouterr().err.splitlines()[0].startswith("note: without effect: -ngl (there is no GPU backend), -fa (")
+    assert main(["bench", "-p", "2", "-n", "0", "-ngl", "99", "-mmp", "0", *QUICK]) == 0
+    assert capsys.readouterr().err.splitlines()[0] == "note: without effect: -ngl (there is no GPU backend), -mmp (files are always mapped)"
+
+
+def test_attention_as_one_op_or_several(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each attention layer in several ops has two more products' and a softmax's nodes; the logits agree."""
+    found = rows(capsys, "-p", "6", "-n", "0", "--mamba2", "scan", "-fa", "0,1", "-fa", "auto")
+    off, on, auto = (r["n_nodes"] for r in found)
+    assert [r["flash_attn"] for r in found] == ["off", "on", "auto"] and off > on == auto
+    assert all(r["check"] == "ok" and r["logits_nmse"] < 1e-6 for r in found)
+    assert [s.flash_attn for s in product(parsed("-fa"))] == ["on"]
+    with pytest.raises(SystemExit, match="2"):
+        parsed("-fa", "yes")

@@ -40,7 +40,7 @@ def graph(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
     return capsys.readouterr().out
 
 
-# -- counts and costs -----------------------------------------------------------------------------------------------------
+# Counts and costs
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_rows_add_up(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +71,7 @@ def test_every_part_is_where_it_should_be(tmp_path: Path) -> None:
     part = {n.name: (n.part, n.layer) for n in g.nodes}
     assert part["ssm_in-0"] == ("in-proj", 0) and part["conv_output_silu-0"] == ("conv", 0) and part["surrogate_attention_matrix-2"] == ("scan", 2)
     assert part["mamba2_gated-2"] == ("gated norm", 2) and part["mamba_out-0"] == ("out-proj", 0) and part["conv_state-0"] == ("state", 0)
-    assert part["kq-1"] == ("attention", 1) and part["ffn_up-1"] == ("mlp", 1) and part["l_out-1"] == ("residual", 1)
+    assert part["__fattn__-1"] == ("attention", 1) and part["ffn_up-1"] == ("mlp", 1) and part["l_out-1"] == ("residual", 1)
     assert part["inp_embd"] == ("embedding", None) and part["result_output"] == ("head", None)
     layers = [n.layer for n in g.nodes if n.layer is not None]
     assert set(layers) == {0, 1, 2}
@@ -90,7 +90,10 @@ def test_plan_memory_is_what_a_context_allocates(form: str, capsys: pytest.Captu
 def test_without_fusion_every_node_that_is_no_view_is_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     (d,) = json.loads(graph(capsys, "--no-fuse", "-ub", "8", "--tokens", "8", "--json"))["detail"]
     assert d["n_groups"] == 0 and not d["groups"] and d["bytes"] == d["bytes_fused"]
-    assert d["n_steps"] == sum(r["n_nodes"] for r in d["ops"] if r["op"] not in ("VIEW", "RESHAPE", "PERMUTE"))
+    steps = {r["op"]: (r["n_steps"], r["n_nodes"]) for r in d["ops"] if r["op"] not in ("VIEW", "RESHAPE", "PERMUTE")}
+    products = steps.pop("MUL_MAT")  # some have their columns prepared by a step before
+    assert products[0] >= products[1] and all(n == nodes for n, nodes in steps.values())
+    assert d["n_steps"] == products[0] + sum(n for n, _ in steps.values())
 
 
 def test_sequences_share_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,14 +102,15 @@ def test_sequences_share_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["n_nodes"] == pg.load_model(pg.models.demo_path()).graph(16, 4, mamba2="ssd").n_nodes
 
 
-# -- what people read -----------------------------------------------------------------------------------------------------
+# What people read
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     out = graph(capsys, "--tokens", "1,64,4096")
     assert re.search(r"^ssd: (\d+) nodes at 64 = 512 = 4096 tokens$", out, re.M)
     for title in ("by part of a layer", "by op", "fusion groups", "largest tensors of the plan"):
         assert f"ssd, 512 tokens, {title}" in out
-    assert re.search(r"^attention +2 +\d+ ", out, re.M) and re.search(r"^ *\d+  ADD \+ SILU +conv$", out, re.M) and re.search(r"^4\.0 MiB  kq-2 ", out, re.M)
+    assert re.search(r"^attention +2 +\d+ ", out, re.M) and re.search(r"^ *\d+  SSM_CONV \+ ADD \+ SILU +conv$", out, re.M)
+    assert re.search(r"^2\.5 MiB  ssm_in-0 ", out, re.M)
     both = graph(capsys, "--compare", "scan,ssd", "--tokens", "8", "-ub", "8")
     assert re.search(r"^part +nodes scan +nodes ssd +FLOP scan +FLOP ssd +bytes scan +bytes ssd$", both, re.M)
     assert re.search(r"^SSM_SCAN +5 +- ", both, re.M) and re.search(r"^all +\d+ +\d+ ", both, re.M)
@@ -124,7 +128,7 @@ def test_rows_parse_as_csv_json_and_sql(capsys: pytest.CaptureFixture[str]) -> N
     assert db.execute("select form, n_nodes, plan_bytes from graphs").fetchall() == [(r["form"], r["n_nodes"], r["plan_bytes"]) for r in want]
     nodes = [json.loads(x) for x in graph(capsys, "--nodes", "--layer", "2", "-ub", "8", "-o", "jsonl").splitlines()]
     assert {n["layer"] for n in nodes} == {2} and nodes[-1]["name"] == "l_out-2"
-    assert "kq_soft_max-2" in graph(capsys, "--nodes", "--layer", "2", "-ub", "8")
+    assert "__fattn__-2" in graph(capsys, "--nodes", "--layer", "2", "-ub", "8")
 
 
 def test_dot_declares_what_it_joins(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +175,7 @@ def test_a_form_that_is_none(form: str, match: str, capsys: pytest.CaptureFixtur
     assert match in capsys.readouterr().err
 
 
-# -- the unrolled graph of PR 16982 -----------------------------------------------------------------------------------------
+# The unrolled graph of PR 16982
 
 def hparams(groups: int) -> dict[str, Any]:
     return {"n_embd": 32, "ssm_d_conv": 4, "ssm_d_inner": 64, "ssm_d_state": 16, "ssm_n_group": groups, "ssm_dt_rank": 8, "f_norm_rms_eps": 1e-5}
@@ -204,8 +208,8 @@ def test_unrolled_grows_by_the_same_nodes_per_chunk(example: ModuleType) -> None
 def test_unrolled_runs_inside_a_model_and_is_reported(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     model = pg.load_model(pg.models.demo_path())
     ids = model.vocab.tokenize("Captain Wentworth had been in the navy")
-    want = model.context(mamba2="scan").decode(ids)
-    assert nmse(model.context(mamba2=example.pr16982_layer, chunk=3).decode(ids), want) < 1e-10
+    want = model.context(mamba2="scan", prec="f32").decode(ids)
+    assert nmse(model.context(mamba2=example.pr16982_layer, chunk=3, prec="f32").decode(ids), want) < 1e-10
     out = graph(capsys, "--compare", f"ssd,{EXAMPLE}:pr16982_layer", "--chunk", "8", "--tokens", "8,16,24", "-ub", "8")
     assert re.search(r"^ssd: \d+ nodes at 8 = 16 = 24 tokens$", out, re.M)
     assert re.search(r"^pr16982_layer: the node count changes with the tokens: \d+ at 8, \d+ at 16, \d+ at 24$", out, re.M)

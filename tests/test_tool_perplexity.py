@@ -131,7 +131,7 @@ def test_heldout_perplexity_of_trained_models(capsys: pytest.CaptureFixture[str]
     assert len(numbers(out)) == 43 and out.splitlines()[1] == f"Final estimate: {final}"
 
 
-# -- divergence
+# Divergence
 
 def read_base(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [n_chunk, n_ctx] and log-probabilities [n_chunk, n_scored, n_vocab] of a file in llama.cpp's layout, read byte by byte."""
@@ -244,7 +244,7 @@ def test_what_is_too_unlikely_takes_no_part() -> None:
     assert d.kld[0, 0] == pytest.approx(np.log(2), rel=1e-6) and d.same_top[0, 0] == 1
 
 
-# -- faults
+# Faults
 
 def base_bytes(n_ctx: int = 8, n_vocab: int = 2048, n_chunk: int = 1, token: int = 5) -> bytes:
     return b"_logits_" + struct.pack("<Iii", n_ctx, n_vocab, n_chunk) + struct.pack("<i", token) * (n_ctx * n_chunk) + bytes(

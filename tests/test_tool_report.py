@@ -93,7 +93,12 @@ def test_who_leads_throughout(at_8: float, at_16: float, line: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("text", "message"), [
     ("[]", "no results"), ("", "no results"), ("[1]", "result 0 has no n_prompt"), ('[{"n_prompt": 1}]', "result 0 has no n_gen, n_ubatch, avg_ts"),
-    ("[{", "line 1: "), ('{"a": 1}\nnot', "line 1: "),
+    ("[{", "line 1: "), ('{"a": 1}\nnot', "line 2: "), ("[\n{]", "line 2: "), ("[" * 100_000, "line 1: maximum recursion depth"),
+    ('[{"n_prompt": "8", "n_gen": 0, "n_ubatch": 8, "avg_ts": 1}]', "result 0: n_prompt '8'; legal: a whole number of at least 0"),
+    ('[{"n_prompt": 8, "n_gen": 0, "n_ubatch": 0, "avg_ts": 1}]', "result 0: n_ubatch 0; legal: a whole number of at least 1"),
+    ('[{"n_prompt": 8, "n_gen": 0, "n_ubatch": 8, "avg_ts": 0}]', "result 0: avg_ts 0; legal: a number above 0, or null"),
+    ('[{"n_prompt": 8, "n_gen": 0, "n_ubatch": 8, "avg_ts": NaN}]', "result 0: avg_ts nan"),
+    ('[{"n_prompt": 8, "n_gen": 0, "n_ubatch": 8, "avg_ts": 1, "median_ts": [1]}]', "result 0: median_ts [1]"),
 ])
 def test_files_that_are_no_results(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r.json").write_text(text)

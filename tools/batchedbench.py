@@ -145,12 +145,13 @@ def row_of(s: Settings, b: Batch, t_pp: float, t_tg: float) -> Row:
     """The numbers of a test; field names are llama-batched-bench's."""
     n_pp = b.n_prompt * (1 if b.shared else b.n_seqs)
     return {"model_filename": s.model, "n_batch": s.n_batch, "n_ubatch": s.n_ubatch, "n_threads": s.threads, "n_threads_batch": s.threads_batch,
-            "type_k": s.type_k, "type_v": s.type_v, "type_r": s.type_r, "type_s": s.type_s, "type_conv": s.type_conv, "prec": s.prec, "is_pp_shared": b.shared,
+            "type_k": s.type_k, "type_v": s.type_v, "type_r": s.type_r, "type_s": s.type_s, "type_conv": s.type_conv, "prec": s.prec,
+            "flash_attn": s.flash_attn, "is_pp_shared": b.shared,
             "pp": b.n_prompt, "tg": b.n_gen, "pl": b.n_seqs, "n_kv": b.n_kv, "t_pp": t_pp, "speed_pp": n_pp / t_pp if n_pp else 0.0, "t_tg": t_tg,
             "speed_tg": b.n_gen * b.n_seqs / t_tg if b.n_gen else 0.0, "t": t_pp + t_tg, "speed": b.n_kv / (t_pp + t_tg)}
 
 
-# -- as a table -----------------------------------------------------------------------------------------------------------
+# As a table
 
 CELLS = (("PP", "pp", "6d"), ("TG", "tg", "6d"), ("B", "pl", "4d"), ("N_KV", "n_kv", "6d"), ("T_PP s", "t_pp", "8.3f"), ("S_PP t/s", "speed_pp", "8.2f"),
          ("T_TG s", "t_tg", "8.3f"), ("S_TG t/s", "speed_tg", "8.2f"), ("T s", "t", "8.3f"), ("S t/s", "speed", "8.2f"))
@@ -159,9 +160,10 @@ COLUMNS = (
     Column("type_v"), Column("is_pp_shared", bool),
     *(Column(name, int if spec[-1] == "d" else float, head, number(spec.lstrip("68"))) for head, name, spec in CELLS),
     Column("mamba2"), Column("chunk", int), Column("ssd_precision"), Column("type_r"), Column("type_s"), Column("type_conv"), Column("prec"),
+    Column("flash_attn"),
 )
 SWEPT = {"model_filename": "model", **{name: name for name in ("n_batch", "n_ubatch", "type_k", "type_v", "mamba2", "chunk", "ssd_precision", "type_r",
-                                                               "type_s", "type_conv", "prec")},
+                                                               "type_s", "type_conv", "prec", "flash_attn")},
          "n_threads": "threads", "n_threads_batch": "threads_batch"}
 
 

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -81,14 +80,14 @@ def main(args: argparse.Namespace) -> int:
     if others and (args.noop or args.replace or args.profile):
         raise ParamError(f"backend {', '.join(sorted(others))}: --noop, --replace and --profile are for the cpu backend alone")
     with contextlib.closing(Bench(args)) as bench:
-        rows = (r for group in grouped(todo) for r in bench.rows(group))
         if args.profile and args.output not in ("console", "md"):
-            deque(rows, maxlen=0)
-            write_rows((r for profile in bench.profiles for r in profile), PROFILE, args.output, sys.stdout, "profile")
+            write_rows((r for group in grouped(todo) for r in bench.profiled(group)), PROFILE, args.output, sys.stdout, "profile")
         else:
-            write_rows(rows, columns(todo, args), args.output, sys.stdout, "test")
-            for profile in bench.profiles:
-                show_profile(profile, args.output, sys.stdout)
+            try:
+                write_rows((r for group in grouped(todo) for r in bench.rows(group)), columns(todo, args), args.output, sys.stdout, "test")
+            finally:
+                for profile in bench.profiles:
+                    show_profile(profile, args.output, sys.stdout)
         return int(bench.n_faults > 0)
 
 
@@ -138,6 +137,12 @@ class Bench:
             lane.ctx.close()
         return rows
 
+    def profiled(self, group: Sequence[Case]) -> list[Row]:
+        """The rows of these cases' profiles alone."""
+        n = len(self.profiles)
+        self.rows(group)
+        return [r for profile in self.profiles[n:] for r in profile]
+
     def _lanes(self, model: Model, group: Sequence[Case]) -> list[ModelLane]:
         """A lane per case and one per variant whose ops are in the case's graphs, warmed up."""
         lanes = []
@@ -169,7 +174,8 @@ class Bench:
     def _row(self, lane: ModelLane, samples: Sequence[Sample]) -> Row:
         case, s = lane.case, lane.case.settings
         n_first = pieces(case.n_prompt, min(s.n_batch, s.n_ubatch))[0] if case.n_prompt else 1  # tokens of the first graph
-        row = self._common(case, samples) | {"type_r": s.type_r, "type_s": s.type_s, "prec": s.prec} | form_ran(lane.model, s, n_first, 1)
+        own: Row = {"type_r": s.type_r, "type_s": s.type_s, "prec": s.prec, "flash_attn": s.flash_attn}
+        row = self._common(case, samples) | own | form_ran(lane.model, s, n_first, 1)
         memory = lane.ctx.memory_bytes()
         work = lane.notes.work
         row |= {"backend": s.backend, "variant": lane.variant and lane.variant.text, "n_nodes": work.n_nodes, "n_plans_timed": lane.plans_timed,
@@ -242,25 +248,24 @@ def file_type(model: Model) -> str:
     return names[said] if isinstance(said, int) and said in names else max(sizes, key=lambda k: sizes[k]).upper()
 
 
-# -- as a table -----------------------------------------------------------------------------------------------------------
+# As a table
 
 SPEEDS = ("avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "median_ts", "spread", "samples_ns", "samples_ts", "ttft_ms", "gflops", "gbps", "gflops_share",
           "gbps_share")
 FOR_PEOPLE = ("rate", "memory")  # columns that say again what others hold as numbers
 COLUMNS = (
-    Column("build_commit"), Column("build_number", int), Column("cpu_info"), Column("gpu_info"), Column("model_filename"),
-    Column("model_type", str, "model"), Column("model_size", int, "size", human_bytes), Column("model_n_params", int, "params", human_count),
-    Column("backend", str, "backend"), Column("n_threads", int, "threads"), Column("n_threads_batch", int), Column("n_batch", int), Column("n_ubatch", int),
-    Column("type_k"), Column("type_v"), Column("type_r"), Column("type_s"), Column("prec"), Column("mamba2", str, "mamba2"), Column("chunk", int, "chunk"),
+    Column("build_commit"), Column("build_number", int), Column("cpu_info"), Column("gpu_info"), Column("model_filename"), Column("model_type", str, "model"),
+    Column("model_size", int, "size", human_bytes), Column("model_n_params", int, "params", human_count), Column("backend", str, "backend"),
+    Column("n_threads", int, "threads"), Column("n_threads_batch", int), Column("n_batch", int), Column("n_ubatch", int), Column("type_k"), Column("type_v"),
+    Column("type_r"), Column("type_s"), Column("prec"), Column("flash_attn"), Column("mamba2", str, "mamba2"), Column("chunk", int, "chunk"),
     Column("ssd_precision"), Column("n_nodes", int, "nodes"), Column("variant"), Column("test", str, "test"), Column("n_prompt", int), Column("n_gen", int),
     Column("n_depth", int), Column("test_time"), Column("avg_ns", int), Column("stddev_ns", int), Column("avg_ts", float), Column("stddev_ts", float),
     Column("samples_ns"), Column("samples_ts"), Column("rate", float, "t/s"), Column("median_ts", float, "median", number(".2f")),
-    Column("spread", float, "spread", number(".0%")), Column("vs_base", float), Column("op_share", float), Column("amdahl", float),
-    Column("vs_peer", float), Column("n_swapped", int), Column("gflops", float), Column("gbps", float),
-    Column("gflops_share", float, "of FLOPS", number(".0%")), Column("gbps_share", float, "of GB/s", number(".0%")),
-    Column("ttft_ms", float, "TTFT ms", number(".1f")), Column("mem_weights", int), Column("mem_kv", int), Column("mem_state", int),
-    Column("mem_compute", int), Column("memory", str, "KV/state/compute MiB"), Column("compile_s", float), Column("plan_s", float),
-    Column("n_plans_timed", int), Column("logits_nmse", float), Column("check"),
+    Column("spread", float, "spread", number(".0%")), Column("vs_base", float), Column("op_share", float), Column("amdahl", float), Column("vs_peer", float),
+    Column("n_swapped", int), Column("gflops", float), Column("gbps", float), Column("gflops_share", float, "of FLOPS", number(".0%")),
+    Column("gbps_share", float, "of GB/s", number(".0%")), Column("ttft_ms", float, "TTFT ms", number(".1f")), Column("mem_weights", int),
+    Column("mem_kv", int), Column("mem_state", int), Column("mem_compute", int), Column("memory", str, "KV/state/compute MiB"), Column("compile_s", float),
+    Column("plan_s", float), Column("n_plans_timed", int), Column("logits_nmse", float), Column("check"),
 )
 # Shown in tables when they differ between tests or from what they are by default, as in llama-bench.
 VARIED: dict[str, tuple[str, Callable[[Case], Any], Any]] = {
@@ -269,6 +274,7 @@ VARIED: dict[str, tuple[str, Callable[[Case], Any], Any]] = {
     "type_k": ("type_k", lambda c: c.settings.type_k, "f16"), "type_v": ("type_v", lambda c: c.settings.type_v, "f16"),
     "type_r": ("type_r", lambda c: c.settings.type_r, "f32"), "type_s": ("type_s", lambda c: c.settings.type_s, "f32"),
     "prec": ("prec", lambda c: c.settings.prec, "auto"), "ssd_precision": ("ssd prec", lambda c: c.settings.ssd_precision, "f32"),
+    "flash_attn": ("fa", lambda c: c.settings.flash_attn, "auto"),
 }
 
 

@@ -16,7 +16,7 @@ from pyggml.models import demo_path
 from pyggml.models.layers import FORMS
 from pyggml.models.loader import CACHE_TYPES
 from pyggml.ops.ssd.defs import SSD_PRECISIONS
-from pyggml.tools.common import chunk, form, precision, whole
+from pyggml.tools.common import attention, chunk, form, precision, whole
 
 Form = str | Callable[..., Any]
 MAX_VALUES = 10_000  # of one range: more is a slip of the pen
@@ -94,12 +94,12 @@ def sweep_options(p: argparse.ArgumentParser) -> None:
     several(p, "--type-s", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the SSM states (f32)")
 
 
-IGNORED = {"-ngl": "there is no GPU backend", "-fa": "there is one kind of attention", "-mmp": "files are always mapped"}
+IGNORED = {"-ngl": "there is no GPU backend", "-mmp": "files are always mapped"}
 
 
 def ignored_options(p: argparse.ArgumentParser) -> None:
     """Options that command lines for llama.cpp hold and that change nothing here; see `note_ignored`."""
-    for flags, metavar in ((("-ngl", "--n-gpu-layers"), "N"), (("-fa", "--flash-attn"), "on|off|auto"), (("-mmp", "--mmap"), "0|1")):
+    for flags, metavar in ((("-ngl", "--n-gpu-layers"), "N"), (("-mmp", "--mmap"), "0|1")):
         p.add_argument(*flags, dest=flags[0].strip("-"), nargs="?", const="on", metavar=metavar, help=f"accepted; without effect, as {IGNORED[flags[0]]}")
 
 
@@ -128,6 +128,7 @@ class Settings:
     prec: str = "auto"
     ssd_precision: str = "f32"
     type_conv: str | None = None
+    flash_attn: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def product(args: argparse.Namespace) -> list[Settings]:
         args.model or [str(demo_path())], args.batch_size or [2048], args.ubatch_size or [512], args.threads or [n_cores()], args.threads_batch or [None],
         args.cache_type_k or ["f16"], args.cache_type_v or ["f16"], args.type_r or ["f32"], args.type_s or ["f32"], args.mamba2 or ["auto"],
         args.chunk or [None], args.backend or ["cpu"], args.prec or ["auto"],
-        args.ssd_precision or ["f32"], getattr(args, "type_conv", None) or [None]]
+        args.ssd_precision or ["f32"], getattr(args, "type_conv", None) or [None], args.flash_attn or ["auto"]]
     found = (Settings(m, b, min(ub, b), t, tb or t, *rest) for m, b, ub, t, tb, *rest in itertools.product(*lists))
     return list(dict.fromkeys(replace(s, chunk=None if s.mamba2 == "scan" else s.chunk,
                                       ssd_precision="f32" if s.mamba2 in ("scan", "ssd") else s.ssd_precision) for s in found))
@@ -185,6 +186,8 @@ def context_lists(p: argparse.ArgumentParser) -> None:
     several(p, "-tb", "--threads-batch", kind=ranges(1), metavar="N,..", text="threads for graphs of several tokens per sequence (as -t)")
     several(p, "-ctk", "--cache-type-k", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(CACHE_TYPES)} (f16)")
     several(p, "-ctv", "--cache-type-v", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the V cache (f16)")
-    several(p, "--prec", kind=each(word(*PRECISIONS)), metavar="PREC,..", text="auto, or f32: no product rounds what it reads to bfloat16 (auto)")
+    several(p, "--prec", kind=each(word(*PRECISIONS)), metavar="PREC,..", text="auto, or f32: no kernel rounds what it reads (auto)")
+    p.add_argument("-fa", "--flash-attn", action="extend", nargs="?", const=["on"], type=each(attention), metavar="on|off|auto,..",
+                   help="attention as one op: on, off, or where the backend has it (auto)")
     several(p, "--backend", kind=each(word(*(n for n in NAMES if n != "null"))), metavar="NAME,..",
             text=f"backends: {', '.join(n for n in NAMES if n != 'null')} (cpu)")

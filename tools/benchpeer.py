@@ -18,6 +18,7 @@ from pyggml.tools.benchrun import Sample
 from pyggml.tools.common import note
 
 SETTLE_SECONDS = 0.05  # after a run, in which the other engine's threads stop spinning
+FLASH_ATTN_TYPES = {"auto": -1, "off": 0, "on": 1}  # llama.cpp's numbers
 SERVER = Path(__file__).with_name("peerserver.py")
 
 
@@ -52,7 +53,12 @@ class Peer:
             line = ""
         if not line:
             raise PeerError(f"--peer {self.python}: the process ended with code {self._process.wait()}")
-        reply: dict[str, Any] = json.loads(line)
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise PeerError(f"--peer {self.python}: it answered {line.strip()[:80]!r}; expected an object in JSON")
         if "error" in reply:
             raise PeerError(f"--peer {self.python}: {reply['error']}")
         return reply
@@ -88,7 +94,8 @@ class PeerLane:
         """Load the model unless it is there, make the context, run once."""
         c, s = self.case, self.case.settings
         self.peer.ask({"do": "open", "model": s.model, "n_ctx": c.n_depth + c.n_prompt + c.n_gen, "n_batch": s.n_batch, "n_ubatch": s.n_ubatch,
-                       "threads": s.threads, "threads_batch": s.threads_batch, "type_k": s.type_k, "type_v": s.type_v})
+                       "threads": s.threads, "threads_batch": s.threads_batch, "type_k": s.type_k, "type_v": s.type_v,
+                       "flash_attn": FLASH_ATTN_TYPES[s.flash_attn]})
         if self.warm:
             self._run(c.n_depth, c.n_prompt, min(c.n_gen, 1))
 

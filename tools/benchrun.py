@@ -20,7 +20,7 @@ from pyggml.tensor import tensor
 from pyggml.testing import nmse
 from pyggml.tools.benchcases import Case, Settings
 from pyggml.tools.benchswap import BenchBackend, Notes, StepTimes, Variant, Work
-from pyggml.tools.common import form_name
+from pyggml.tools.common import FLASH_ATTN, form_name
 from pyggml.tools.records import Row
 
 SEED = 1
@@ -56,8 +56,8 @@ def open_context(model: Model, s: Settings, *, n_ctx: int, n_seq_max: int = 1) -
     """A context with these settings."""
     own = {"prec": s.prec} if s.backend == "cpu" else {}
     return model.context(backend=s.backend, threads=s.threads, threads_batch=s.threads_batch, n_ctx=n_ctx, n_ubatch=s.n_ubatch, n_seq_max=n_seq_max,
-                         mamba2=s.mamba2, chunk=s.chunk, ssd_precision=s.ssd_precision, type_k=s.type_k, type_v=s.type_v, type_r=s.type_r,
-                         type_s=s.type_s, **own)
+                         mamba2=s.mamba2, chunk=s.chunk, ssd_precision=s.ssd_precision, flash_attn=FLASH_ATTN[s.flash_attn],
+                         type_k=s.type_k, type_v=s.type_v, type_r=s.type_r, type_s=s.type_s, **own)
 
 
 def form_ran(model: Model, s: Settings, n_seq_tokens: int, n_seqs: int) -> Row:

@@ -78,7 +78,7 @@ def replaced_op(text: str) -> Variant:
         if d.name in before:
             d.kernels.setdefault("cpu", [])[:] = before[d.name]
     label = f"{op.name}={where}"
-    if registered is None and not _takes_items(fn):
+    if registered is None and not _takes_items(op, label, fn):
         return Variant(label, {op.name: lambda *args, **kwargs: _checked(op, label, fn(*args, **kwargs), args, kwargs)})
     own = copy.copy(op)
     own.pointwise = None
@@ -86,8 +86,17 @@ def replaced_op(text: str) -> Variant:
     return Variant(label, {op.name: own})
 
 
-def _takes_items(fn: Callable[..., Any]) -> bool:
-    return list(inspect.signature(fn).parameters)[-2:] == ["i0", "i1"]
+def _takes_items(op: OpDef, label: str, fn: Callable[..., Any]) -> bool:
+    """True for a kernel, False for a graph; ParamError for a function that can be called as neither."""
+    try:
+        signature = inspect.signature(fn)
+        if list(signature.parameters)[-2:] == ["i0", "i1"]:
+            return True
+        signature.bind(*op.inputs, **dict.fromkeys(op.attrs))
+    except (TypeError, ValueError) as e:
+        legal = f"FUNCTION({', '.join([*op.inputs, *op.attrs])}), or a kernel, whose last arguments are i0 and i1"
+        raise ParamError(f"--replace {label}: {e}; legal: {legal}") from None
+    return False
 
 
 def _checked(op: OpDef, label: str, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +108,7 @@ def _checked(op: OpDef, label: str, made: Any, args: tuple[Any, ...], kwargs: di
     return made
 
 
-# -- rebuilding -----------------------------------------------------------------------------------------------------------
+# Rebuilding
 
 def rebuilt(graph: Graph, stand_in: Callable[[Node], Build]) -> tuple[Graph, dict[int, Tensor]]:
     """The graph made anew, each node by what `stand_in` gives for it, and the new tensor for each old one's id. Leaves are shared."""
@@ -138,7 +147,7 @@ def with_stand_ins(graph: Graph, stand_ins: Mapping[str, Build | None], plan: Ca
     return rebuilt(graph, stand_in)
 
 
-# -- running --------------------------------------------------------------------------------------------------------------
+# Running
 
 @dataclass(slots=True)
 class Work:

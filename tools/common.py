@@ -18,6 +18,8 @@ from pyggml.models.loader import CACHE_TYPES
 from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.runtime.context import Context
 
+FLASH_ATTN: dict[str, bool | str] = {"on": True, "off": False, "auto": "auto"}
+
 
 def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
     """An argparse type: a whole number from least to most."""
@@ -50,6 +52,14 @@ def precision(text: str) -> str:
     if text not in SSD_PRECISIONS:
         raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; legal: {', '.join(SSD_PRECISIONS)}")
     return text
+
+
+def attention(text: str) -> str:
+    """An argparse type: a key of FLASH_ATTN, or llama-bench's 0 and 1."""
+    found = {"0": "off", "1": "on"}.get(text, text)
+    if found not in FLASH_ATTN:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}; legal: {', '.join(FLASH_ATTN)}, 0, 1")
+    return found
 
 
 def form(text: str) -> str | Callable[..., Any]:
@@ -98,7 +108,9 @@ def context_options(p: argparse.ArgumentParser, n_ctx: int = 4096) -> None:
     p.add_argument("-c", "--ctx-size", type=whole(1), default=n_ctx, metavar="N", help=f"tokens of context ({n_ctx})")
     p.add_argument("-ub", "--ubatch-size", type=whole(1), default=512, metavar="N", help="tokens per graph (512)")
     p.add_argument("-t", "--threads", type=whole(1, 256), metavar="N", help="threads (all cores)")
-    p.add_argument("--prec", choices=PRECISIONS, default="auto", help="f32: no product rounds what it reads to bfloat16 (auto)")
+    p.add_argument("--prec", choices=PRECISIONS, default="auto", help="auto, or f32: no kernel rounds what it reads (auto)")
+    p.add_argument("-fa", "--flash-attn", type=attention, default="auto", metavar="on|off|auto", help="attention as one op: on, off, or where the backend "
+                   "has it (auto)")
     p.add_argument("--mamba2", type=form, default="auto", metavar="FORM", help="graph of the Mamba2 layers: auto, scan, ssd, ssd-fused, or a function of "
                    "yours as FILE.py:FUNCTION or MODULE:FUNCTION, with the signature of mamba2_layer (auto)")
     p.add_argument("--chunk", type=chunk, metavar="N|none", help="tokens per chunk of the ssd forms; none: one chunk (default: by a limit on plan memory)")
@@ -117,8 +129,8 @@ def open_model(args: argparse.Namespace) -> Model:
 def open_context(model: Model, args: argparse.Namespace, *, n_ctx: int | None = None, n_seq_max: int = 1) -> Context:
     """A context as `context_options` ask, of n_ctx tokens instead where that is given."""
     return model.context(threads=args.threads, prec=args.prec, n_ctx=n_ctx or args.ctx_size, n_ubatch=args.ubatch_size, n_seq_max=n_seq_max,
-                         mamba2=args.mamba2, chunk=args.chunk, ssd_precision=args.ssd_precision, type_k=args.cache_type_k, type_v=args.cache_type_v,
-                         type_r=args.type_r, type_s=args.type_s)
+                         mamba2=args.mamba2, chunk=args.chunk, ssd_precision=args.ssd_precision, flash_attn=FLASH_ATTN[args.flash_attn],
+                         type_k=args.cache_type_k, type_v=args.cache_type_v, type_r=args.type_r, type_s=args.type_s)
 
 
 def read_text(path: str, option: str = "-f") -> str:

@@ -90,7 +90,7 @@ def in_layers(graph: Graph, layers: list[int] | None) -> list[Node]:
     return found
 
 
-# -- what there is to know ------------------------------------------------------------------------------------------------
+# What there is to know
 
 @dataclass(slots=True)
 class Report:
@@ -162,9 +162,12 @@ def part_order(part: str) -> int:
 
 
 def step_bytes(step: Step) -> float:
-    """Bytes that a step moves: the node's own count, or for a group each tensor that comes in or goes out, once."""
-    if len(step.nodes) == 1:
-        return step.nodes[0].op.cost_of(step.nodes[0]).nbytes
+    """Bytes that a step moves: the node's own count, or for a chain each tensor that comes in or goes out, once. What a kernel has prepared for
+    it beforehand counts as nothing."""
+    if all(t.node is None for t in step.outs):
+        return 0.0
+    if len(step.nodes) == 1 or step.nodes[-1].op.pointwise is None:
+        return step.nodes[-1].op.cost_of(step.nodes[-1]).nbytes
     node = Node(step.nodes[-1].op, tuple(step.ins), {})
     node.outputs = tuple(step.outs)
     return default_bytes(node)
@@ -180,7 +183,7 @@ def build(model: Model, f: Form, n_tokens: int, args: argparse.Namespace) -> Rep
     return Report(form_name(f), q, n * args.parallel, args.parallel, graph, CpuBackend(threads=1, fuse=args.fuse).plan(graph))
 
 
-# -- as text --------------------------------------------------------------------------------------------------------------
+# As text
 
 def some(text: Callable[[Any], str]) -> Callable[[Any], str]:
     """How a value is shown, with - for nothing and for zero."""
@@ -274,7 +277,7 @@ def side_by_side(reports: list[Report], tables: list[list[Row]], key: str) -> tu
     return rows, [Column(key, str, key), *columns]
 
 
-# -- as data and as a drawing ---------------------------------------------------------------------------------------------
+# As data and as a drawing
 
 def as_json(model: Model, by_form: list[list[Report]], detail: list[Report]) -> dict[str, Any]:
     """Everything, for programs: the overview of every graph, and of each form in detail parts, ops, groups and nodes."""

@@ -67,6 +67,7 @@ class Server:
         p.n_ctx, p.n_batch, p.n_ubatch = r["n_ctx"], r["n_batch"], r["n_ubatch"]
         p.n_threads, p.n_threads_batch = r["threads"], r["threads_batch"]
         p.type_k, p.type_v = GGML_TYPES[r["type_k"]], GGML_TYPES[r["type_v"]]
+        p.flash_attn_type = r["flash_attn"]
         self.n_batch = r["n_batch"]
         self.ctx = lib.llama_init_from_model(self.model, p)
         if not self.ctx:

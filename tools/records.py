@@ -1,7 +1,7 @@
 """Records of tools and the one way to print them: a tool yields rows and says what its columns are.
 
-console and md show the columns that have a heading; csv, json, jsonl and sql hold all of them. csv, jsonl and sql are written row by
-row, so what is finished is there when a long run is stopped.
+console and md show the columns that have a heading; csv, json, jsonl and sql hold all of them. What is finished is there when a long run
+is stopped: csv, jsonl and sql are written row by row, the others end with the rows there are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
+
+from pyggml.errors import PyggmlError
 
 FORMATS = ("console", "md", "csv", "json", "jsonl", "sql")
 Row = dict[str, Any]
@@ -43,10 +45,32 @@ class Column(NamedTuple):
 
 
 def write_rows(rows: Iterable[Row], columns: Sequence[Column], output: str, out: TextIO, table: str = "results") -> None:
-    """Print rows in one of FORMATS; `table` is the name that sql creates. A row may lack columns."""
+    """Print rows in one of FORMATS; `table` is the name that sql creates. A row may lack columns. An error or a Ctrl-C while a row is made
+    goes on once the rows before it are printed."""
     lines = {"console": _console, "md": _md, "csv": _csv, "json": _json, "jsonl": _jsonl, "sql": _sql}[output]
-    for line in lines(rows, columns, table):
-        print(line, file=out, flush=True)
+    finished = _Finished(rows)
+    for line in lines(finished, columns, table):
+        if finished.n or finished.error is None:
+            print(line, file=out, flush=True)
+    if finished.error is not None:
+        raise finished.error
+
+
+class _Finished:
+    """Rows up to the one whose making failed; `error` says why."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = rows
+        self.n = 0
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[Row]:
+        try:
+            for row in self._rows:
+                self.n += 1
+                yield row
+        except (KeyboardInterrupt, PyggmlError, MemoryError, OSError) as e:
+            self.error = e
 
 
 def _cells(rows: Iterable[Row], columns: Sequence[Column]) -> tuple[list[Column], list[list[str]]]:

@@ -18,10 +18,12 @@ from pyggml.errors import FormatError
 from pyggml.tools.common import counted, note, read_text
 from pyggml.tools.records import Row
 
+LEGAL = "legal: what bench writes with -o json or -o jsonl"
 NEEDED = ("n_prompt", "n_gen", "n_ubatch", "avg_ts")
 # What tells results of one test apart, besides form, chunk, variant and engine: named where a model's results differ in it.
 DETAILS = {"n_threads": "{} threads", "n_depth": "depth {}", "n_batch": "batch {}", "type_k": "K {}", "type_v": "V {}", "type_r": "conv state {}",
-           "type_s": "SSM state {}", "prec": "prec {}", "ssd_precision": "ssd precision {}"}
+           "type_s": "SSM state {}", "prec": "prec {}", "ssd_precision": "ssd precision {}",
+           "flash_attn": "flash attention {}"}
 TIE = math.log(1.02)  # a lead that says nothing
 Points = dict[int, float]  # tokens per second by ubatch
 
@@ -49,21 +51,32 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- reading --------------------------------------------------------------------------------------------------------------
+# Reading
 
 def read_results(path: str) -> list[Row]:
     """The rows of a file, a JSON array or a row per line; FormatError for anything else."""
     text = read_text(path, "file")
-    try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as e:
-        raise FormatError(f"{path}: line {e.lineno}: {e.msg}; legal: what bench writes with -o json or -o jsonl") from None
+    rows: list[Row] = []
+    whole = text.lstrip().startswith("[")
+    for i, part in enumerate([text] if whole else text.splitlines()):
+        if part.strip():
+            try:
+                found = json.loads(part)
+            except (ValueError, RecursionError) as e:  # no JSON; a number of thousands of digits; brackets without end
+                raise FormatError(f"{path}: line {i + getattr(e, 'lineno', 1)}: {getattr(e, 'msg', e)}; {LEGAL}") from None
+            rows += found if whole else [found]
     if not rows:
         raise FormatError(f"{path}: no results")
     for i, r in enumerate(rows):
         missing = [k for k in NEEDED if k not in r] if isinstance(r, dict) else NEEDED
         if missing:
-            raise FormatError(f"{path}: result {i} has no {', '.join(missing)}; legal: what bench writes with -o json or -o jsonl")
+            raise FormatError(f"{path}: result {i} has no {', '.join(missing)}; {LEGAL}")
+        for k, least in (("n_prompt", 0), ("n_gen", 0), ("n_ubatch", 1)):
+            if not isinstance(r[k], int) or r[k] < least:
+                raise FormatError(f"{path}: result {i}: {k} {r[k]!r}; legal: a whole number of at least {least}")
+        for k in ("avg_ts", "median_ts"):
+            if r.get(k) is not None and not (isinstance(r[k], int | float) and 0 < r[k] < math.inf):
+                raise FormatError(f"{path}: result {i}: {k} {r[k]!r}; legal: a number above 0, or null where the output was wrong")
     return rows
 
 
@@ -91,7 +104,7 @@ def _ways(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return ways
 
 
-# -- the table ------------------------------------------------------------------------------------------------------------
+# The table
 
 def test_name(r: Row) -> str:
     """The test without its depth, which is a detail of the way it was run."""
@@ -176,7 +189,7 @@ def crossings(series: Mapping[str, Points]) -> Iterator[str]:
             yield f"{leads} {verb} {behind} at every ubatch from {both[0]} to {both[-1]}."
 
 
-# -- the plot -------------------------------------------------------------------------------------------------------------
+# The plot
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's: told apart by colour-blind eyes too
 GREY = "#777777"

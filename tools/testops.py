@@ -27,7 +27,7 @@ from pyggml.graph import Graph
 from pyggml.guards import THREADS, Verdict, check_case, guarded_backends
 from pyggml.registry import OpDef, all_ops, find_op, load_ops
 from pyggml.testing import compile_cases
-from pyggml.tools.common import chunk, form, note, whole
+from pyggml.tools.common import chunk, form, note, read_text, whole
 from pyggml.tools.opcoverage import coverage
 from pyggml.tools.opdocs import SUPPORT_COLUMNS, doc_files, support_rows, write_docs
 from pyggml.tools.opperf import RUN_COLUMNS, beside, beside_columns, perf_backends, perf_rows
@@ -115,7 +115,7 @@ def main(args: argparse.Namespace) -> int:
     return test_mode(args, cases, {str(x) for x in named if isinstance(x, Case)})
 
 
-# -- cases ----------------------------------------------------------------------------------------------------------------
+# Cases
 
 
 def select(args: argparse.Namespace, named: Sequence[OpDef | Case]) -> list[Case]:
@@ -138,11 +138,7 @@ def source(args: argparse.Namespace, ops: Sequence[OpDef]) -> Iterable[Case]:
     if args.random:
         return random_cases(ops, args.random, args.seed)
     if args.from_file is not None:
-        try:
-            with open(args.from_file, encoding="utf-8") as f:
-                return list(from_json(f, args.from_file))
-        except OSError as e:
-            raise ParamError(f"--from {args.from_file}: {e.strerror}") from None
+        return list(from_json(read_text(args.from_file, "--from").splitlines(), args.from_file))
     if args.from_model is not None:
         return model_cases(args.from_model, args.ubatch_size, args.mamba2, args.chunk)
     return [c for d in ops for c in cases_of(d)]
@@ -195,7 +191,7 @@ def export(cases: Sequence[Case], path: str) -> int:
     return 0
 
 
-# -- modes ----------------------------------------------------------------------------------------------------------------
+# Modes
 
 
 def machine() -> str:

@@ -23,7 +23,21 @@ from pyggml.models.layers import FORMS
 from pyggml.registry import load_ops
 from pyggml.runtime.memory import KV_PAD
 from pyggml.runtime.trace import Sink, Traced, TracedBackend
-from pyggml.tools.common import chunk, context_options, counted, form, form_name, model_options, note, numbers, open_model, precision, whole
+from pyggml.tools.common import (
+    FLASH_ATTN,
+    attention,
+    chunk,
+    context_options,
+    counted,
+    form,
+    form_name,
+    model_options,
+    note,
+    numbers,
+    open_model,
+    precision,
+    whole,
+)
 from pyggml.tools.records import FORMATS, Column, Row, write_rows
 from pyggml.tools.run import read_prompt
 from pyggml.tools.trace_diff import Difference, Dump, Item, Side, compare, finite, item_of, pair, read_dump, read_pairs, text_side
@@ -35,7 +49,7 @@ NAMED = ("auto", *FORMS)
 # What a run specification may change: key -> (attribute, parser).
 KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "m": ("model", str), "mamba2": ("mamba2", form), "chunk": ("chunk", chunk), "ssd-precision": ("ssd_precision", precision),
-    "backend": ("backend", str), "level": ("level", str), "prec": ("prec", str),
+    "backend": ("backend", str), "level": ("level", str), "prec": ("prec", str), "fa": ("flash_attn", attention),
     "t": ("threads", whole(1, 256)), "ub": ("ubatch_size", whole(1)), "ctk": ("cache_type_k", str), "ctv": ("cache_type_v", str),
     "type-r": ("type_r", str), "type-s": ("type_s", str)}
 SPEC = ("Steps run on one thread unless -t asks for more, so that their times hold no waiting, with --prec f32 unless auto is asked for, so that "
@@ -74,7 +88,7 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--nan-stop", action="store_true", help="stop at the first tensor that holds a NaN; exit code 1")
     p.add_argument("--diff", nargs=2, metavar=("A", "B"), help="name the first tensor in which two runs differ; exit code 1 when there is one")
     p.add_argument("--pairs", metavar="FILE", help="tensors to compare under different names: A's name, B's name a line; {il} stands for any layer")
-    p.add_argument("--limit", type=float, default=1e-6, metavar="X", help="greatest NMSE that counts as equal (1e-6)")
+    p.add_argument("--limit", type=nmse_limit, default=1e-6, metavar="X", help="greatest NMSE that counts as equal (1e-6)")
     p.add_argument("--all", action="store_true", help="list every comparison, not only those over the limit")
 
 
@@ -94,6 +108,17 @@ def count(text: str) -> int | None:
     return value
 
 
+def nmse_limit(text: str) -> float:
+    """An argparse type: a number of at least 0, which NaN is not."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: a number of at least 0")
+    return value
+
+
 def main(args: Namespace) -> int:
     """Run the tool."""
     args.read = functools.cache(lambda: read_prompt(args))  # once, also where two runs take it from stdin
@@ -104,7 +129,7 @@ def main(args: Namespace) -> int:
     return diff(args)
 
 
-# -- a run ----------------------------------------------------------------------------------------------------------------
+# A run
 
 def traced_run(args: Namespace, sink: Sink) -> str:
     """Run the traced part of the prompt; each tensor goes to the sink. A line about the run. A Stop from the sink ends it."""
@@ -118,8 +143,8 @@ def traced_run(args: Namespace, sink: Sink) -> str:
     options = {"cpu": {"fuse": args.fuse, "reuse": args.reuse, "level": args.level, "prec": args.prec}, "ggml": {"reuse": args.reuse}}.get(args.backend, {})
     n_ctx = args.ctx_size or -(-len(ids) // KV_PAD) * KV_PAD
     ctx = model.context(backend=args.backend, threads=None if args.backend == "reference" else args.threads, n_ctx=n_ctx, n_ubatch=args.ubatch_size,
-                        mamba2=args.mamba2, chunk=args.chunk, ssd_precision=args.ssd_precision, type_k=args.cache_type_k,
-                        type_v=args.cache_type_v, type_r=args.type_r, type_s=args.type_s, **options)
+                        mamba2=args.mamba2, chunk=args.chunk, ssd_precision=args.ssd_precision, flash_attn=FLASH_ATTN[args.flash_attn],
+                        type_k=args.cache_type_k, type_v=args.cache_type_v, type_r=args.type_r, type_s=args.type_s, **options)
     backend = TracedBackend(ctx.backend, sink)
     ctx.backend = backend
     if args.past:
@@ -222,7 +247,7 @@ def dims(ne: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shown))}]"
 
 
-# -- two runs -------------------------------------------------------------------------------------------------------------
+# Two runs
 
 def side(spec: str, args: Namespace) -> Side:
     """What a word of --diff stands for."""

@@ -21,13 +21,14 @@ from pyggml.registry import load_ops
 from pyggml.runtime.trace import Traced
 from pyggml.tensor import Shape
 from pyggml.testing import nmse
+from pyggml.tools.common import read_text as read_file
 from pyggml.tools.trace_text import TextTensor, read_text
 
 _UNNAMED = re.compile(r"(node|leaf)_\d+(\..*)?$")
 _SOURCE = re.compile(r" \S+ \[[\d, ]*\]$")  # type and ne after a source's name in a saved record
 INSIDE = ("scan", "mamba2")  # parts whose tensors are laid out by chunk: there other dims mean another chunk, not another view
 TEXT_NAMES = (("inp_embd", "embd"), ("inp_embd_scaled", "embd"), ("inp_embd_scaled", "inp_embd"), ("result_output_scaled", "result_output"),
-              ("kqv_merged-{il}", "kqv_out-{il}"), ("Qcur_rope-{il}", "Qcur-{il}"), ("Kcur_rope-{il}", "Kcur-{il}"))  # ours, llama.cpp's
+              ("Qcur_rope-{il}", "Qcur-{il}"), ("Kcur_rope-{il}", "Kcur-{il}"))  # ours, llama.cpp's
 MAX_TRANSPOSED = 1 << 22  # elements up to which every transpose is tried
 
 
@@ -73,7 +74,7 @@ def item_of(t: Traced) -> Item:
     return Item(t.i, t.layer, t.part, t.op, t.name, t.dtype, t.ne, [s.name for s in t.src if s is not None], t.kernel, lambda: t.value)
 
 
-# -- dumps ----------------------------------------------------------------------------------------------------------------
+# Dumps
 
 class Dump:
     """Writes a trace to a folder: values.npz, an array per tensor, and index.json, which describes them in order."""
@@ -158,7 +159,7 @@ def _layer(name: str) -> int | None:
     return int(m[1]) if m else None
 
 
-# -- which tensors belong together ----------------------------------------------------------------------------------------
+# Which tensors belong together
 
 class Pair(NamedTuple):
     """Two tensors that should be the same."""
@@ -225,12 +226,8 @@ def _listed(a: Side, b: Side, names: Sequence[tuple[str, str]]) -> dict[int, Ite
 
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Pairs of names from a file: two a line, separated by a comma, or by blanks where there is none; # starts a comment."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ParamError(f"--pairs {path}: {e}") from None
     found = []
-    for k, line in enumerate(lines, 1):
+    for k, line in enumerate(read_file(path, "--pairs").splitlines(), 1):
         text = line.partition("#")[0].strip()
         if text:
             names = [x.strip() for x in (text.split(",") if "," in text else text.split())]
@@ -245,7 +242,7 @@ def _some(side: Side) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more names" if len(names) > 3 else "")
 
 
-# -- by how much they differ ----------------------------------------------------------------------------------------------
+# By how much they differ
 
 @dataclass(slots=True)
 class Difference:

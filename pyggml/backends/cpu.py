@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from pyggml.backends.base import PRECISIONS, check_array, decode, require_input, require_inputs_set, typed_view
 from pyggml.cpu import tape as tp
 from pyggml.cpu.compile import ARG_WORDS, HEADER_WORDS, Progress, kernels_for
-from pyggml.cpu.fuse import group, launch_of
+from pyggml.cpu.fuse import finish_of, group, join, launch_of
 from pyggml.cpu.inplace import write_pools
 from pyggml.cpu.launch import Launch, launch, launch_prepared
 from pyggml.cpu.level import check_level, host_level, level_features, n_cores
@@ -26,8 +27,8 @@ POISON = 0xFF  # fills memory with NaN in every float type
 
 
 class CpuBackend:
-    """Options: `threads` (default: all cores), `level` (default: the host's), `prec` ("auto": products of many columns with quantized weights
-    may round both sides to bfloat16; "f32": no kernel rounds what it reads), `fuse` and `reuse` (off for bisecting),
+    """Options: `threads` (default: all cores), `level` (default: the host's), `prec` ("auto": products with quantized weights
+    may round what they read, see MUL_MAT; "f32": no kernel does), `fuse` and `reuse` (off for bisecting),
     `poison` (fill the arena with NaN at first), `guard` (unused bytes around every tensor and each thread's scratch, for tests),
     `progress(done, total)` while compiling."""
 
@@ -68,7 +69,8 @@ class CpuBackend:
         prepared = _PreparedInputs()
 
         def choose(step: Step) -> list[Step]:
-            node = step.nodes[-1]
+            ends = step.nodes[-1].op.pointwise is not None
+            node = step.nodes[0 if ends else -1]  # the one that a kernel is chosen for
             before: list[Step] = []
             if node.op.pointwise is not None:
                 step.kernel = launch_of(step)
@@ -82,12 +84,21 @@ class CpuBackend:
                     made, before = prepared.of(k.options["before"](node), node)
                     step.ins = [*step.ins, made]
                 step.kernel = launch(k, node, made)
+                if ends:
+                    _end_with(step)
                 if node.op.inplace is not None:
                     prepared.written(node.out)
             step.kernel_name, step.scratch = step.kernel.name, step.kernel.scratch
             return before
 
-        plan = make_plan(graph, choose, fuse=_fused if self.fuse else None, reuse=self.reuse, guard=self.guard)
+        def ends_with_chains(node: Node) -> bool:
+            k = choose_kernel(node, "cpu", self._unfit)[0]
+            return k is not None and bool(k.options.get("epilogue"))
+
+        def fused(graph: Graph) -> list[Step]:
+            return write_pools(graph, join(graph, group(graph), ends_with_chains))
+
+        plan = make_plan(graph, choose, fuse=fused if self.fuse else None, reuse=self.reuse, guard=self.guard)
         if refused:
             raise UnsupportedOp("; ".join(refused))
         return plan
@@ -100,8 +111,14 @@ class CpuBackend:
         return CpuRunner(self, plan, kernels_for(self.level).addresses(specs, self.progress))
 
 
-def _fused(graph: Graph) -> list[Step]:
-    return write_pools(graph, group(graph))
+def _end_with(step: Step) -> None:
+    """Bind a step's chain to the kernel of its first node, whose output the chain's result replaces."""
+    first, *chain = step.nodes
+    k: Launch = step.kernel
+    finish, k.extra, k.extra_params = finish_of(chain, first.out)
+    k.spec = replace(k.spec, binds={**k.spec.binds, "finish": finish})
+    k.operands = [chain[-1].out if t is first.out else t for t in k.operands]
+    k.name = "+".join([k.name, *(n.op.name.lower() for n in chain)])
 
 
 class _PreparedInputs:
@@ -113,12 +130,12 @@ class _PreparedInputs:
     def of(self, p: Prepared, node: Node) -> tuple[Tensor, list[Step]]:
         """The prepared tensor, and the step that makes it if it is new."""
         t = p.source
-        key = (p.fn, p.key, id(t.root), t.offs, t.dtype.name, t.ne, t.nb)
+        key = (p.fn, p.key, id(t.root), t.offs, t.dtype.name, t.ne, t.nb, *map(id, p.more))
         if key in self.made:
             return self.made[key][1], []
         self.made[key] = t, p.out  # t is kept, so that its root's id stays its own
         k = launch_prepared(p)
-        return p.out, [Step([node], [t], [p.out], k, k.name, k.scratch)]
+        return p.out, [Step([node], [t, *p.more], [p.out], k, k.name, k.scratch)]
 
     def written(self, t: Tensor) -> None:
         """Forget what was made of memory that a step writes to; leaves may share theirs."""
@@ -184,20 +201,21 @@ class CpuRunner:
         self._arena, self._scratch = self.memory.arena, self.memory.scratch
         addresses = self._addresses
         launches: list[Launch] = [s.kernel for s in self.plan.steps]
-        sizes = [-(-(HEADER_WORDS + ARG_WORDS * len(k.operands) + len(k.params)) // 8) * 8 for k in launches]
+        sizes = [-(-(HEADER_WORDS + ARG_WORDS * len([*k.operands, *k.extra]) + len([*k.params, *k.extra_params])) // 8) * 8 for k in launches]
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self._records = aligned(max(int(starts[-1]), 1) * 8).view(np.int64)
         self._tape = np.zeros(3 * len(launches), np.int64)
         base = self._records.ctypes.data
         chunks = [k.chunk_for(self._n_threads) for k in launches]
         single = [k.items <= k.chunk for k in launches]
-        sync = barriers([touched([*s.ins, *k.operands], s.outs, alone, self.address) for s, k, alone in zip(self.plan.steps, launches, single, strict=True)])
+        sync = barriers([touched([*s.ins, *k.operands, *k.extra], s.outs, alone, self.address)
+                         for s, k, alone in zip(self.plan.steps, launches, single, strict=True)])
         for i, k in enumerate(launches):
             words: list[int] = [k.items, chunks[i], 0, self._status[i].ctypes.data, self._scratch.ctypes.data, self._scratch_stride]
-            for t in k.operands:
-                words += [0] * ARG_WORDS if t is None else [self.address(t), *t.ne, *t.nb]
-            for p in k.params:
-                words.append(int(np.float64(p).view(np.int64)) if isinstance(p, float) else p)
+            for operands, params in ((k.operands, k.params), (k.extra, k.extra_params)):
+                for t in operands:
+                    words += [0] * ARG_WORDS if t is None else [self.address(t), *t.ne, *t.nb]
+                words += [int(np.float64(p).view(np.int64)) if isinstance(p, float) else p for p in params]
             self._records[starts[i]:starts[i] + len(words)] = words
             flags = (tp.SINGLE if single[i] else 0) | (tp.SYNC if sync[i] else 0)
             self._tape[3 * i:3 * i + 3] = addresses[i], base + int(starts[i]) * 8, flags

@@ -66,6 +66,8 @@ def _limit(node: Node, values: Values, want: np.ndarray) -> tuple[float, str]:
         case "ROPE" if values[1] is not None:
             far = float(np.max(np.abs(values[1].astype(np.float64))))
             return _rope_limit(node, far), "ggml makes each pair's angle of the last one's, in float32"
+        case "FLASH_ATTN_EXT" if any(t is not None and t.dtype is not F32 for t in node.src[1:3]):
+            return 5e-4, "ggml rounds q to the kind of k, and adds up values in float16 where v is"  # test-backend-ops' own limit
         case "MUL_MAT" if a is not None and b is not None and b.dtype is F32:
             limit, why = _MUL_MAT_B.get(a.dtype.name, (5e-4, "ggml quantizes b to 8 bits") if a.dtype.is_quantized else (0.0, ""))
             return limit * _cancelled(values, want), why

@@ -58,6 +58,7 @@ TENSOR_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("clamp", "scale_bias"), (_P, c_float, c_float)),
     "arange": (c_float, c_float, c_float),
     "concat": (_P, _P, c_int),
+    "flash_attn_ext": (_P, _P, _P, _P, c_float, c_float, c_float),
     "new_tensor_4d": (c_int, c_int64, c_int64, c_int64, c_int64),
     "pad": (_P, c_int, c_int, c_int, c_int),
     "repeat_4d": (_P, c_int64, c_int64, c_int64, c_int64),

@@ -69,7 +69,7 @@ def call_of(node: Node) -> Call:
     return mapping(node)
 
 
-# -- what functions demand ------------------------------------------------------------------------------------------------
+# What functions demand
 
 
 def _need(ok: bool, why: str) -> None:
@@ -120,7 +120,7 @@ def _safe_ids(ids: Tensor, n_rows: int) -> None:
     _need(right, "ids are computed in the graph; ggml takes no id that is out of range, so they must be an input or come of ARGSORT or TOP_K")
 
 
-# -- pointwise ------------------------------------------------------------------------------------------------------------
+# Pointwise
 
 
 @maps("SQR", "SQRT", "EXP", "EXPM1", "LOG", "NEG", "ABS", "SGN", "STEP", "RELU", "SIGMOID", "TANH", "SOFTPLUS", "SILU", "GELU")
@@ -184,7 +184,7 @@ def _glu_split(node: Node) -> Call:
     return Call(node.op.name.lower(), _inputs(node))
 
 
-# -- reductions, norms, triangles -----------------------------------------------------------------------------------------
+# Reductions, norms, triangles
 
 
 @maps("SUM_ROWS", "MEAN")
@@ -229,7 +229,7 @@ def _tri(node: Node) -> Call:
     return Call("tri", (x, {"upper_diag": 0, "upper": 1, "lower_diag": 2, "lower": 3}[p["kind"]]))
 
 
-# -- layout ---------------------------------------------------------------------------------------------------------------
+# Layout
 
 
 @maps("CONT")
@@ -305,7 +305,7 @@ def _set_rows(node: Node) -> Call:
     return Call("set_rows", (dst, src, ids), ids, dst.ne[1])
 
 
-# -- matmul, attention, choice of the largest -----------------------------------------------------------------------------
+# Matmul, attention, choice of the largest
 
 
 @maps("MUL_MAT")
@@ -328,6 +328,18 @@ def _soft_max(node: Node) -> Call:
     if mask is not None:
         _contiguous("mask", mask)
     return Call("soft_max_ext", (x, mask, node.params["scale"], 0.0))
+
+
+@maps("FLASH_ATTN_EXT")
+def _flash_attn_ext(node: Node) -> Call:
+    q, k, v, mask = node.src
+    assert q is not None and k is not None and v is not None
+    for arg, t in (("q", q), ("k", k), ("v", v)):
+        _dense_rows(arg, t)
+    if mask is not None:
+        _types("mask", mask, F16)
+        _contiguous("mask", mask)
+    return Call("flash_attn_ext", (q, k, v, mask, *(node.params[n] for n in ("scale", "max_bias", "logit_softcap"))))
 
 
 @maps("ROPE")
@@ -364,7 +376,7 @@ def _top_k(node: Node) -> Call:
     return Call("top_k", (x, node.params["k"]))
 
 
-# -- state space ----------------------------------------------------------------------------------------------------------
+# State space
 
 
 @maps("SSM_CONV")

@@ -37,11 +37,6 @@ class ReferenceRunner:
         self._view(t)[...] = _as_float(t.dtype, check_array(t, value))
         self._given.add(id(t))
 
-    def set_exact(self, t: Tensor, value: np.ndarray) -> None:
-        """Fill an input with float64 values that are not rounded to the input's type."""
-        self._view(t)[...] = value.reshape(t.ne[::-1])
-        self._given.add(id(t))
-
     def get(self, t: Tensor) -> np.ndarray:
         """A copy of the value: float64, or the integer type."""
         return np.array(self._view(t))

@@ -16,7 +16,7 @@ from typing import Any
 from pyggml.cpu.simd import Intrinsic, intrinsic
 from pyggml.cpu.vector import LANES, float_constant, load, load_floats, loop, multiply_add, shuffle, splat, store_floats, wide_registers
 
-ROWS = 8  # of a tile
+ROWS = 8  # of a block in vectors
 
 
 def _features() -> frozenset[str]:
@@ -25,13 +25,13 @@ def _features() -> frozenset[str]:
 
 
 def _at_once(vectors: int) -> tuple[int, int]:
-    """Rows and vectors of a tile whose sums stay in registers."""
+    """Rows and vectors of a block whose sums stay in registers."""
     if wide_registers():
         return ROWS, vectors
     return (4 if "avx2" in _features() else 2), 1
 
 
-# -- products of words -------------------------------------------------------------------------------------------------------
+# Products of words
 
 
 def _float_words(b: Any, ir: Any, a: Any, x: Any, acc: Any) -> Any:
@@ -68,7 +68,7 @@ def _sum_products(b: Any, ir: Any, words: Words, acc: Sums, a: Any, a_row: Any, 
 
 
 def _parts(vectors: int) -> list[list[tuple[int, int]]]:
-    """Places (row, vector) of a tile in parts that fit the registers."""
+    """Places (row, vector) of a block in parts that fit the registers."""
     rows, at_once = _at_once(vectors)
     return [[(r, v) for r in range(r0, r0 + rows) for v in range(v0, v0 + at_once)] for r0 in range(0, ROWS, rows) for v0 in range(0, vectors, at_once)]
 
@@ -143,7 +143,7 @@ two_f32_1, two_f32_2, two_f32_3 = (_two_products(_float_words, v, f"two_f32_{v}"
 two_bf16_1, two_bf16_2, two_bf16_3 = (_two_products(_bf16_words, v, f"two_bf16_{v}") for v in (1, 2, 3))
 
 
-# -- the same in AMX tiles ---------------------------------------------------------------------------------------------------
+# The same in AMX tiles
 
 TILE_ROWS, WORDS = 16, 16  # of a tile: rows, and words of k
 _BUFFER = 2 * TILE_ROWS * 2 * TILE_ROWS * 4  # bytes of 4 tiles of sums
@@ -240,7 +240,7 @@ onto_tiles_1, onto_tiles_2 = (_tile_onto(v, f"onto_tiles_{v}") for v in (1, 2))
 two_tiles_1, two_tiles_2, two_tiles_3, two_tiles_4 = (_tile_two(v, f"two_tiles_{v}") for v in (1, 2, 3, 4))
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------------
+# Memory
 
 
 def _prefetch(write: int, name: str) -> Intrinsic:
@@ -289,7 +289,7 @@ def restore_tiny(b: Any, ir: Any, old: Any) -> None:
     _set_mode(b, ir, lambda _: old)
 
 
-# -- to bfloat16 -----------------------------------------------------------------------------------------------------------
+# To bfloat16
 
 
 def paired(b: Any, ir: Any, even: Any, odd: Any) -> Any:
@@ -312,7 +312,7 @@ def store_words(b: Any, p: Any, v: Any) -> None:
     b.store(v, b.bitcast(p, v.type.as_pointer()), align=4)
 
 
-# -- exp -------------------------------------------------------------------------------------------------------------------
+# Exp
 
 _LOG2E, _LN2_HI, _LN2_LO, _ROUND = 1.44269504088896341, 0.693145751953125, 1.42860682030941723e-6, 1.5 * 2.0 ** 23
 _EXP = (0.000199451009, 0.00139326649, 0.00833320711, 0.0416664891, 0.166666672, 0.5)  # as in mathf

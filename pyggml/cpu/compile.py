@@ -6,7 +6,8 @@ node's record (64-bit words, layout below), takes chunks of items from the recor
 plain code in an object file. Running it needs llvmlite alone: a process whose kernels are all cached never imports numba.
 
 Record: 0 items, 1 items per chunk, 2 counter, 3 address of the node's status words, 4 scratch address of thread 0,
-5 scratch bytes per thread, then 9 words per operand (pointer, ne, nb; outputs first), then the params (int64 or float64).
+5 scratch bytes per thread, then 9 words per operand (pointer, ne, nb; outputs first), then the params (int64 or float64), then
+operands and params of a chain that the kernel ends with.
 
 Cache: one file per kernel, named by a hash of the bytecode of the kernel and of all helpers it calls, the constants bound
 to them, this package's own compiler files, the versions of Python, numba and llvmlite, and the CPU's features. numba's own cache
@@ -52,7 +53,8 @@ _EXTERNAL = frozenset("memcpy memmove memset syscall sched_yield SwitchToThread 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """A kernel to compile: function, bound globals, number of operands, params ("i" int64, "f" float64, one letter
-    each), whether it takes scratch (`scratch, ith` pointers before i0) and status address. `raw`: f is the entry itself."""
+    each), whether it takes scratch (`scratch, ith` pointers before i0), status address and `extra`, the address of what follows the
+    params in the record. `raw`: f is the entry itself."""
 
     fn: Callable[..., Any]
     binds: dict[str, Any] = field(default_factory=dict)
@@ -61,14 +63,15 @@ class KernelSpec:
     scratch: bool = False
     status: bool = False
     raw: bool = False
+    extra: bool = False
 
     def recipe(self) -> tuple[Any, ...]:
         """Everything that determines the machine code, as plain data that can be pickled."""
         assert isinstance(self.fn, FunctionType)
-        return (_recipe(Helper(self.fn, self.binds)), self.n_args, self.params, self.scratch, self.status, self.raw)
+        return (_recipe(Helper(self.fn, self.binds)), self.n_args, self.params, self.scratch, self.status, self.raw, self.extra)
 
 
-# -- recipes: code as data ----------------------------------------------------------------------------------------------
+# Recipes: code as data
 
 def _recipe(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, Helper):
@@ -125,7 +128,7 @@ def _rebuild(recipe: tuple[Any, ...], njit: Callable[[FunctionType], Any]) -> An
     return Arg if kind == "arg" else recipe[1]
 
 
-# -- numba ----------------------------------------------------------------------------------------------------------------
+# Numba
 
 def _njit(fn: FunctionType) -> Any:
     numba: Any = import_module("numba")
@@ -152,7 +155,7 @@ def _numba_intrinsic(module: str, name: str) -> Any:
     return intrinsic(scope[name])
 
 
-def _entry_source(n_args: int, params: str, scratch: bool, status: bool) -> str:
+def _entry_source(n_args: int, params: str, scratch: bool, status: bool, extra: bool) -> str:
     lines = ["def entry(rec, ith, nth):", "    n, chunk = ldw(rec, 0), ldw(rec, 1)"]
     w = HEADER_WORDS
     call = []
@@ -167,6 +170,9 @@ def _entry_source(n_args: int, params: str, scratch: bool, status: bool) -> str:
     if status:
         lines.append("    status = ldw(rec, 3)")
         call.append("status")
+    if extra:
+        lines.append(f"    extra = rec + {8 * w}")
+        call.append("extra")
     if scratch:
         lines.append("    scratch = ptr(ldw(rec, 4) + ith * ldw(rec, 5))")
         call.append("scratch")
@@ -180,15 +186,15 @@ def compile_object(recipe: tuple[Any, ...]) -> tuple[str, bytes]:
     compiler: Any = import_module("numba.core.compiler")
     from numba import types
     from numba.core import registry
-    from numba.core.errors import NumbaError
+    from numba.core.errors import NumbaError, UnsupportedBytecodeError
 
-    body, n_args, params, scratch, status, raw = recipe
+    body, n_args, params, scratch, status, raw, extra = recipe
     if raw:
         entry = _function(body, _njit)
     else:
         scope: dict[str, Any] = {n: _numba_intrinsic("pyggml.cpu.simd", n) for n in ("ldw", "ldw_f64", "ptr", "atomic_add")}
         scope.update(Arg=Arg, kernel=_rebuild(body, _njit), __name__="pyggml_kernel")
-        exec(_entry_source(n_args, params, scratch, status), scope)
+        exec(_entry_source(n_args, params, scratch, status, extra), scope)
         entry = scope["entry"]
     flags = compiler.Flags()
     flags.no_cpython_wrapper = True
@@ -198,7 +204,7 @@ def compile_object(recipe: tuple[Any, ...]) -> tuple[str, bytes]:
     target = registry.cpu_target
     try:
         result = compiler.compile_extra(target.typing_context, target.target_context, entry, (types.int64,) * 3, types.none, flags, {})
-    except NumbaError as e:
+    except (NumbaError, UnsupportedBytecodeError) as e:
         raise KernelError(f"{body[1]}: {' '.join(str(e).split())[:1500]}") from e
     module = _optimized(result.library)
     alien = sorted(f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.") and f.name not in _EXTERNAL)
@@ -248,7 +254,7 @@ def unpack(data: bytes) -> Any:
     return walk(pickle.loads(data))
 
 
-# -- the cache ------------------------------------------------------------------------------------------------------------
+# The cache
 
 def cache_folder() -> Path:
     """Where compiled kernels live: the user's cache folder, or a private temporary one when that cannot be written."""

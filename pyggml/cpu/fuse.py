@@ -77,7 +77,7 @@ def _compute_kind(node: Node) -> str:
     return "f64" if "f64" in kinds or node.out.dtype is F64 else "f32"
 
 
-# -- which nodes become one kernel ----------------------------------------------------------------------------------------
+# Which nodes become one kernel
 
 def group(graph: Graph) -> list[Step]:
     """Steps with chains of pointwise nodes merged: a value of which every reader is in the chain, and reads it whole, is
@@ -115,6 +115,70 @@ def group(graph: Graph) -> list[Step]:
     return [s for s in steps if s.nodes]
 
 
+def join(graph: Graph, steps: list[Step], takes: Callable[[Node], bool]) -> list[Step]:
+    """Steps with a chain moved into the kernel that makes its input, where that kernel takes one (`takes(node)`): the chain is then applied to
+    each run of elements while it is in the cache, in place. The input must be read by the chain alone, and float32 as the result is."""
+    made_by = {id(s.outs[0]): i for i, s in enumerate(steps) if len(s.outs) == len(s.nodes) == 1 and s.nodes[0].op.pointwise is None}
+    kept = {id(t) for t in graph.outputs}
+    readers: dict[int, set[int]] = {}
+    for i, s in enumerate(steps):
+        for t in s.ins:
+            if t is not None:
+                readers.setdefault(id(t.root), set()).add(i)
+    writes = [(i, s.nodes[-1].out.root) for i, s in enumerate(steps) if s.nodes[-1].op.inplace is not None]
+    gone: set[int] = set()
+
+    def joins(t: Tensor | None, i: int) -> bool:
+        if t is None or id(t) not in made_by or id(t) in kept or readers.get(id(t)) != {i}:
+            return False
+        at, out = made_by[id(t)], steps[i].nodes[-1].out
+        ins = [x.root for x in steps[at].ins if x is not None]
+        return (t.dtype is out.dtype is F32 and t.ne == out.ne and _runs_along(steps[i].nodes, t) and takes(steps[at].nodes[0])
+                and not any(at < w < i and same_memory(root, x) for w, root in writes for x in ins))
+
+    for i, s in enumerate(steps):
+        t = next((x for x in s.ins if joins(x, i)), None) if s.nodes[0].op.pointwise is not None else None
+        if t is not None:
+            p = steps[made_by[id(t)]]
+            s.nodes, s.ins = [*p.nodes, *s.nodes], [*p.ins, *(x for x in s.ins if x is not t)]
+            gone.add(made_by[id(t)])
+    return [s for i, s in enumerate(steps) if i not in gone]
+
+
+def _runs_along(chain: Sequence[Node], t: Tensor) -> bool:
+    """Whether every other operand of a chain has one element, or as many as the result, in each dim, and all are float32."""
+    out = chain[-1].out
+    others = [x for x in _outside(chain).values() if x is not t]
+    return (len(others) <= MAX_OPERANDS and all(x.dtype is F32 and all(m in (1, n) for m, n in zip(x.ne, out.ne, strict=True)) for x in others)
+            and all(n.out.ne == out.ne and _compute_kind(n) == "f32" for n in chain))
+
+
+def finish_of(chain: Sequence[Node], t: Tensor) -> tuple[simd.Helper, list[Tensor], list[int | float]]:
+    """A chain whose input is t as a helper finish(extra, o, i, n, j1, j2, j3): in place on n elements at o, from element i of row (j1, j2, j3)
+    of the result on. `extra` is the address of its other operands and params in the record."""
+    out = chain[-1].out
+    outside = _outside(chain)
+    others = [Tensor(x.dtype, out.ne, tuple(0 if m == 1 else b for m, b in zip(x.ne, x.nb, strict=True)),  # type: ignore[arg-type]
+                     name=x.name, root=x.root, offs=x.offs) for x in outside.values() if x is not t]
+    order = [k for k, x in outside.items() if x is t] + [k for k, x in outside.items() if x is not t]
+    body, params = _body(chain, {k: i for i, k in enumerate(order)})
+    lines = []
+    for k, x in enumerate(others):
+        w = 9 * k  # words of an operand: pointer, ne, nb
+        offset = " + ".join(f"{j} * ldw(extra, {w + 5 + d})" for d, j in enumerate(("i", "j1", "j2", "j3")))
+        lines.append(f"a{k + 1} = ptr(ldw(extra, {w}) + {offset})")
+        if x.nb[0] not in (0, 4):
+            lines.append(f"s{k + 1} = ldw(extra, {w + 5})")
+    lines += [f"x{k + 1} = ld_f32(a{k + 1}, 0)" for k, x in enumerate(others) if x.nb[0] == 0]
+    lines += [f"q{i}_f32 = np.float32(ldw_f64(extra, {9 * len(others) + i}))" for i in range(len(params))]
+    each = ["x0 = ld_f32(o, e)", *(f"x{k + 1} = ld_f32(a{k + 1}, e)" if x.nb[0] == 4 else f"x{k + 1} = ld_f32(at(a{k + 1}, e * s{k + 1}), 0)"
+                                   for k, x in enumerate(others) if x.nb[0] != 0)]
+    lines += ["for e in range(n):", *(f"    {x}" for x in [*each, *body, "st_f32(o, e, v)"])]
+    source = "def finish(extra, o, i, n, j1, j2, j3):\n" + "".join(f"    {x}\n" for x in lines)
+    binds = {f"{n}_f32": f for n, f in _FUNCTIONS["f32"].items() if f"{n}_f32(" in source}
+    return simd.Helper(_function(source, "finish"), binds), others, params
+
+
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two roots may share bytes: leaves over one array can."""
     return a is b or (a.data is not None and b.data is not None and np.may_share_memory(a.data, b.data))
@@ -130,7 +194,7 @@ def _outside(nodes: Sequence[Node]) -> dict[tuple[Any, ...], Tensor]:
     return {_key(t): t for n in nodes for t in operands(n) if id(t) not in inner}
 
 
-# -- loops ----------------------------------------------------------------------------------------------------------------
+# Loops
 
 class _Dim(NamedTuple):
     """One loop: its length, the stride of the result and of each operand (0: the same element all along), and each
@@ -230,7 +294,7 @@ def _loads(ins: Sequence[Tensor], base: Sequence[str], repeats: set[int]) -> tup
     return once, each
 
 
-# -- expressions ----------------------------------------------------------------------------------------------------------
+# Expressions
 
 def _body(nodes: Sequence[Node], outside: dict[tuple[Any, ...], int]) -> tuple[list[str], list[int | float]]:
     """Statements that compute the nodes' values, the last one named v, and the params that they use as q0, q1, ..."""
@@ -285,10 +349,11 @@ def _expression(op_name: str, expr: str, scope: dict[str, str], kind: str) -> st
 
 
 @functools.cache
-def _function(source: str) -> Callable[..., Any]:
+def _function(source: str, name: str = "pointwise") -> Callable[..., Any]:
     file = f"<pyggml pointwise {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"at": simd.at, "np": np, **{n: getattr(mathf, n) for n in ("if_less", "if_at_most", "if_equal", "to_i32_f32", "to_i32_f64")}}
+    memory = {n: getattr(simd, n) for n in ("at", "ptr", "ldw", "ldw_f64", "ld_f32", "st_f32")}
+    scope: dict[str, Any] = {**memory, "np": np, **{n: getattr(mathf, n) for n in ("if_less", "if_at_most", "if_equal", "to_i32_f32", "to_i32_f64")}}
     exec(compile(source, file, "exec"), scope)
-    fn: Callable[..., Any] = scope["pointwise"]
+    fn: Callable[..., Any] = scope[name]
     return fn

@@ -46,6 +46,11 @@ def gather(dst: Any, row: Any, nb0: Any, n: Any) -> Any:
 
 
 @helper
+def finish(_extra: Any, _o: Any, _i: Any, _n: Any, _j1: Any, _j2: Any, _j3: Any) -> None:
+    """What a kernel with an epilogue does to each run of its output: nothing, until a chain is bound (pyggml.cpu.launch)."""
+
+
+@helper
 def row_in_place(_dst: Any, row: Any, _nb0: Any, _n: Any) -> Any:
     """A row without gaps needs no copy."""
     return row

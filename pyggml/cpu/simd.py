@@ -84,7 +84,7 @@ F0 = np.float32(0)
 F1 = np.float32(1)
 
 
-# -- pointers and memory ----------------------------------------------------------------------------------------------
+# Pointers and memory
 
 @intrinsic("ptr(i64)")
 def ptr(b: Any, ir: Any, a: Any) -> Any:
@@ -234,7 +234,7 @@ def zero_bytes(b: Any, ir: Any, p: Any, n: Any) -> None:
     b.call(fn, [p, i8(0), n, ir.IntType(1)(0)])
 
 
-# -- scalar arithmetic that numba would widen or call out for --------------------------------------------------------------
+# Scalar arithmetic that numba would widen or call out for
 
 def _llvm1(name: str, fn: str, ty: str) -> Intrinsic:
     def build(b: Any, ir: Any, x: Any) -> Any:
@@ -300,7 +300,7 @@ def as_f64(x: Any) -> Any:
     return x
 
 
-# -- threads -------------------------------------------------------------------------------------------------------------
+# Threads
 
 def word(b: Any, ir: Any, a: Any, i: Any) -> Any:
     """Pointer to 64-bit word i at address a (for builders of intrinsics)."""

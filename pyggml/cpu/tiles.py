@@ -9,6 +9,7 @@ the tiles of both alternate; then products of planes are summed, all but the sma
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,16 +192,26 @@ def _words(b: Any, ir: Any, v: Any) -> Any:
     return b.bitcast(v, ir.VectorType(ir.FloatType(), LANES))
 
 
-def _left_out(b: Any, ir: Any, halves: Any, low: Any, high: Any) -> Any:
-    """32 bfloat16 of what rounding took from two vectors of float32; zero where nothing is left, infinities included."""
-    i32s = ir.VectorType(ir.IntType(32), LANES)
-    floats, bits = ir.VectorType(ir.FloatType(), LANES), b.bitcast(halves, ir.VectorType(ir.IntType(16), 2 * LANES))
-    rest = []
+def _planes(b: Any, ir: Any, low: Any, high: Any) -> tuple[Any, Any]:
+    """32 values of two vectors of float32 as two planes of bfloat16: the rounded value, and what rounding took from it.
+
+    A value that rounds to infinity stands in the second plane alone, with zero in the first: the second meets one factor, so a sum
+    becomes infinite, where two planes of different signs would make it a NaN.
+    """
+    i32s, floats, zero = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.FloatType(), LANES), float_constant(ir, 0.0)
+    bits = b.bitcast(_round(b, ir, low, high), ir.VectorType(ir.IntType(16), 2 * LANES))
+    first, rest = [], []
     for k, x in enumerate((low, high)):
         half = b.shuffle_vector(bits, bits, ir.Constant(i32s, [LANES * k + i for i in range(LANES)]))
         rounded = b.bitcast(b.shl(b.zext(half, i32s), ir.Constant(i32s, [16] * LANES)), floats)
-        rest.append(b.select(b.fcmp_ordered("==", x, rounded), float_constant(ir, 0.0), b.fsub(x, rounded)))
-    return _round(b, ir, *rest)
+        infinite = b.fcmp_ordered("==", _magnitude(b, ir, rounded), float_constant(ir, math.inf))
+        first.append(b.select(infinite, zero, x))
+        rest.append(b.select(infinite, x, b.fsub(x, rounded)))
+    return _round(b, ir, *first), _round(b, ir, *rest)
+
+
+def _magnitude(b: Any, ir: Any, x: Any) -> Any:
+    return _call(b, ir, "llvm.fabs.v16f32", x.type, [x])
 
 
 @intrinsic("void(ptr, ptr)")
@@ -214,9 +225,8 @@ def halves_x32(b: Any, ir: Any, dst: Any, src: Any) -> None:
 def split_x32(b: Any, ir: Any, dst: Any, src: Any) -> None:
     """32 float32 at src in two planes, a tile apart."""
     low, high = (load_floats(b, ir, b.gep(src, [ir.IntType(64)(_ROW * k)])) for k in (0, 1))
-    halves = _round(b, ir, low, high)
-    store_floats(b, dst, _words(b, ir, halves))
-    store_floats(b, b.gep(dst, [ir.IntType(64)(TILE)]), _words(b, ir, _left_out(b, ir, halves, low, high)))
+    for plane, halves in enumerate(_planes(b, ir, low, high)):
+        store_floats(b, b.gep(dst, [ir.IntType(64)(TILE * plane)]), _words(b, ir, halves))
 
 
 def _store_turned(b: Any, ir: Any, dst: Any, rows: list[Any]) -> None:
@@ -240,9 +250,9 @@ def turn_floats(b: Any, ir: Any, dst: Any, src: Any, row: Any) -> None:
 @intrinsic("void(ptr, ptr, i64)")
 def turn_split(b: Any, ir: Any, dst: Any, src: Any, row: Any) -> None:
     """The same in two planes, a tile apart."""
-    floats = _float_rows(b, ir, src, row)
-    _store_turned(b, ir, dst, [_round(b, ir, *v) for v in floats])
-    _store_turned(b, ir, b.gep(dst, [ir.IntType(64)(TILE)]), [_left_out(b, ir, _round(b, ir, *v), *v) for v in floats])
+    rows = [_planes(b, ir, *v) for v in _float_rows(b, ir, src, row)]
+    for plane in (0, 1):
+        _store_turned(b, ir, b.gep(dst, [ir.IntType(64)(TILE * plane)]), [planes[plane] for planes in rows])
 
 
 @intrinsic("void(ptr, ptr, i64)")

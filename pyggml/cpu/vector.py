@@ -61,11 +61,6 @@ def concat(b: Any, ir: Any, x: Any, y: Any) -> Any:
     return shuffle(b, ir, x, y, range(2 * x.type.count))
 
 
-def byte_constant(ir: Any, v: int, n: int) -> Any:
-    """n copies of a constant byte."""
-    return ir.Constant(ir.VectorType(ir.IntType(8), n), [v] * n)
-
-
 def float_constant(ir: Any, v: float, n: int = LANES) -> Any:
     """n copies of a constant float32."""
     return ir.Constant(ir.VectorType(ir.FloatType(), n), [v] * n)

@@ -39,7 +39,7 @@ class Unit(NamedTuple):
     unpack: Callable[[Any, Any, Any, Any], None] | None = None
 
 
-# -- pieces -----------------------------------------------------------------------------------------------------------------
+# Pieces
 
 
 def at_byte(b: Any, ir: Any, p: Any, offset: int) -> Any:
@@ -90,7 +90,7 @@ def _affine(b: Any, ir: Any, v: Any, bits: int, low: int, d: Any, m: Any = None)
     return w if m is None else b.fadd(w, m)
 
 
-# -- plain types and blocks of 32 ---------------------------------------------------------------------------------------------
+# Plain types and blocks of 32
 
 
 def _f32(b: Any, ir: Any, p: Any, _: Any) -> Iterator[Any]:
@@ -148,7 +148,7 @@ def _q5_1(b: Any, ir: Any, p: Any, _: Any) -> Iterator[Any]:
     return _five_bits(b, ir, p, 8, 0, half_splat(b, ir, p, 0), half_splat(b, ir, p, 2))
 
 
-# -- super-blocks of 256 ------------------------------------------------------------------------------------------------------
+# Super-blocks of 256
 
 
 def _scale_and_min(b: Any, ir: Any, p: Any, offset: int) -> Any:

@@ -47,7 +47,7 @@ class Words(NamedTuple):
     unpack: Callable[[Any, Any, list[Any], Any], None]
 
 
-# -- blocks of 32 -------------------------------------------------------------------------------------------------------------
+# Blocks of 32
 
 
 def _half_of_each(b: Any, ir: Any, blocks: list[Any], offset: int) -> Any:
@@ -98,7 +98,7 @@ def _nibbles(offset: int, low: int, high: int | None = None) -> Callable[[Any, A
     return build
 
 
-# -- super-blocks ---------------------------------------------------------------------------------------------------------------
+# Super-blocks
 
 
 def _store_scales(b: Any, ir: Any, s: Any, v: Any) -> None:

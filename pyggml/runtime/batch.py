@@ -66,8 +66,9 @@ class GraphInputs:
     rows: Tensor | None        # i32 [n_seqs], the state row of each sequence
     pos: Tensor | None         # i32 [n_tokens]
     kv_idxs: Tensor | None     # i64 [n_tokens], the cache cell of each token
-    kq_mask: Tensor | None     # f32 [n_kv, n_tokens], 0 or -inf
+    kq_mask: Tensor | None     # f16 [n_kv, n_tokens], 0 or -inf
     out_ids: Tensor | None     # i32 [n_outputs], the tokens whose logits are wanted
+    flash_attn: bool = True    # attention as one op, or as two products and a softmax
 
     @property
     def n_tokens(self) -> int:

@@ -41,8 +41,8 @@ class RunnableModel(Protocol):
     def memory_shape(self) -> MemoryShape:
         """Sizes of the KV cache and the states per layer."""
 
-    def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int) -> GraphInputs:
-        """Input tensors of a ubatch's graph."""
+    def inputs(self, n_seq_tokens: int, n_seqs: int, n_kv: int, n_outputs: int, flash_attn: bool) -> GraphInputs:
+        """Input tensors of a ubatch's graph, and how it computes attention."""
 
     def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None,
               precision: str = "f32", backend: str = "cpu") -> tuple[Tensor, list[Tensor]]:
@@ -76,7 +76,7 @@ class Context:
 
     def __init__(self, model: RunnableModel, *, backend: str, threads: int | None, n_ctx: int, n_ubatch: int, n_seq_max: int,
                  mamba2: str | Callable[..., Any], chunk: int | str | None, ssd_precision: str, types: dict[str, DType], options: dict[str, Any],
-                 threads_batch: int | None = None) -> None:
+                 threads_batch: int | None = None, flash_attn: bool | str = "auto") -> None:
         for name, value in (("n_ctx", n_ctx), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max)):
             _check_count(name, value, 1)
         self.model = model
@@ -86,6 +86,9 @@ class Context:
         self.mamba2 = mamba2
         self.chunk = chunk
         self.ssd_precision = ssd_precision
+        if not isinstance(flash_attn, bool) and flash_attn != "auto":
+            raise ParamError(f"flash_attn {flash_attn!r}; legal: True, False, 'auto'")
+        self.flash_attn = flash_attn
         if threads is not None:
             options = {**options, "threads": threads}
         self.backend = open_backend(backend, **options)
@@ -97,7 +100,7 @@ class Context:
         self._lock = threading.Lock()
         self.timings = Timings()
 
-    # -- decoding
+    # Decoding
 
     def decode(self, ids: Ids, seq: int = 0, all_logits: bool = False) -> np.ndarray:
         """Append tokens to a sequence. Logits of the last one, float32 [n_vocab], or of all, [n_tokens, n_vocab]."""
@@ -222,16 +225,22 @@ class Context:
         planned = self._plans.get(key)
         if planned is None:
             start = time.perf_counter()
-            inp = self.model.inputs(*key)
-            logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk, self.ssd_precision, self.backend.name)
             backend = self.backend if self.batch_backend is None or n_seq_tokens == 1 else self.batch_backend
-            planned = self._plans[key] = Planned(inp, logits, backend.compile(Graph([logits, *updates])))
+            inp, logits, graph = self._graph(key, self.flash_attn is not False)
+            if self.flash_attn == "auto" and any(n.op.name == "FLASH_ATTN_EXT" and backend.refuses(n) for n in graph.nodes):
+                inp, logits, graph = self._graph(key, False)
+            planned = self._plans[key] = Planned(inp, logits, backend.compile(graph))
             if len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
             self.timings.n_plans += 1
             self.timings.plan_seconds += time.perf_counter() - start
         self._plans.move_to_end(key)
         return planned
+
+    def _graph(self, key: tuple[int, int, int, int], flash_attn: bool) -> tuple[GraphInputs, Tensor, Graph]:
+        inp = self.model.inputs(*key, flash_attn)
+        logits, updates = self.model.build(inp, self.memory, self.mamba2, self.chunk, self.ssd_precision, self.backend.name)
+        return inp, logits, Graph([logits, *updates])
 
     def prepare(self, n_tokens: int, seq: int = 0) -> None:
         """Make the plans that a prompt of n_tokens and the tokens predicted after it need, so that nothing is compiled later."""
@@ -261,7 +270,7 @@ class Context:
         """Threads of the backend."""
         return int(getattr(self.backend, "threads", 1))
 
-    # -- text
+    # Text
 
     def generate(self, ids: Ids, n_predict: int = 64, sampler: Sampler | None = None, seq: int = 0,
                  on_token: Callable[[int], None] | None = None) -> Iterator[str]:
@@ -292,7 +301,7 @@ class Context:
         mem = self.memory
         return mem.n_past[seq] < self.n_ctx and (not mem.shape.has_attention or mem.room() > 0)
 
-    # -- life cycle
+    # Life cycle
 
     @property
     def memory(self) -> Memory:

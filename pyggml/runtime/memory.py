@@ -62,7 +62,7 @@ class Memory:
         self.cell_pos = np.zeros(len(self.cell_seq), np.int64)
         self.n_past = [0] * n_seq_max
 
-    # -- cells
+    # Cells
 
     def room(self) -> int:
         """Free cells: how many more tokens of all sequences together fit. Without attention layers there are none, and no such limit."""
@@ -87,11 +87,11 @@ class Memory:
         return min(-(-(last + 1) // KV_PAD) * KV_PAD, self.n_ctx)
 
     def mask(self, seqs: np.ndarray, pos: np.ndarray, n_kv: int) -> np.ndarray:
-        """float32 [n_tokens, n_kv]: 0 where a token sees a cell (same sequence, not later), else -inf."""
+        """float16 [n_tokens, n_kv]: 0 where a token sees a cell (same sequence, not later), else -inf."""
         sees = (self.cell_seq[None, :n_kv] == seqs[:, None]) & (self.cell_pos[None, :n_kv] <= pos[:, None])
-        return np.where(sees, np.float32(0), np.float32(-np.inf))
+        return np.where(sees, np.float16(0), np.float16(-np.inf))
 
-    # -- sequences
+    # Sequences
 
     def clear(self, seq: int) -> None:
         """Forget a sequence: its cells become free, cells and state rows zero. A product with V gives dead cells the weight 0, and 0

@@ -138,19 +138,24 @@ class TracedRunner:
         stepped = isinstance(runner, SteppedRunner)
         if not stepped:
             runner.run()
-        step_of = {node.seq: k for k, s in enumerate(self.plan.steps) for node in s.nodes}
+        steps_of: dict[int, list[int]] = {}  # a node's own step is its last; what is to be prepared for that stands before it
+        for k, s in enumerate(self.plan.steps):
+            for node in s.nodes:
+                steps_of.setdefault(node.seq, []).append(k)
+        made = (t for s in self.plan.steps for t in s.outs)  # a state that goes straight to its pool is not
+        stored = {id(t.root) for t in (*made, *self.plan.graph.leaves)}
         for i, node in enumerate(self.plan.graph.nodes):
             seconds, kernel, fused_into = None, "", ""
-            at = step_of.get(node.seq)
+            at = steps_of.get(node.seq)
             if at is not None:
-                step = self.plan.steps[at]
-                kernel = step.kernel_name
-                if node is not step.nodes[-1]:
-                    fused_into = step.nodes[-1].name
+                kernel = "+".join(self.plan.steps[k].kernel_name for k in at)
+                last = self.plan.steps[at[-1]].nodes[-1]
+                if node.seq != last.seq:
+                    fused_into = last.name
                 elif isinstance(runner, SteppedRunner):
-                    seconds = runner.run_steps(at, at + 1)
+                    seconds = runner.run_steps(at[0], at[-1] + 1)
             for k, t in enumerate(node.outputs):
-                value = None if fused_into or t.dtype.np is None else runner.get(t)
+                value = None if fused_into or t.dtype.np is None or id(t.root) not in stored else runner.get(t)
                 src = tuple(None if s is None else Source(s.name, s.dtype.name, s.ne) for s in node.src)
                 self.owner.sink(Traced(i, k, node.layer, node.part, node.op.name, t.name, t.dtype.name, t.ne, None if t.is_contiguous else t.nb, src,
                                        kernel, seconds if k == 0 else None, fused_into, value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -29,13 +30,13 @@ from pyggml.cases import (
     uniform,
     whole,
 )
-from pyggml.dtypes import F16, F32
+from pyggml.dtypes import BF16, F16, F32, Q8_0, DType
 from pyggml.errors import DTypeError, ParamError, ShapeError
-from pyggml.ops.attention.defs import argsort, rope, soft_max, top_k
+from pyggml.ops.attention.defs import argsort, flash_attn_ext, rope, soft_max, top_k
 
 Ne = tuple[int, ...]
 
-# -- SOFT_MAX -------------------------------------------------------------------------------------------------------------
+# SOFT_MAX
 
 
 def _causal(n_past: int) -> Fill:
@@ -120,7 +121,120 @@ def _soft_max_fills(mask: Leaf | None, **_: Leaf) -> dict[str, Fill]:
     return {"x": uniform(-5.0, 5.0), "mask": _holes}
 
 
-# -- ROPE -----------------------------------------------------------------------------------------------------------------
+# FLASH_ATTN_EXT
+
+
+def _kq_mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers in [-1, 1]; about half of the cells hidden, in runs, and of a last token that is not alone all."""
+    hidden = np.repeat(rng.random((*shape[:-1], -(-shape[-1] // 24))) < 0.5, 24, axis=-1)[..., : shape[-1]]
+    hidden[..., -1, :] |= shape[-2] > 1
+    return np.where(hidden, -np.inf, rng.uniform(-1.0, 1.0, shape))
+
+
+@flash_attn_ext.fills
+def _flash_fills(mask: Leaf | None, **_: Leaf) -> dict[str, Fill]:
+    return {"mask": _kq_mask}
+
+
+@form(flash_attn_ext, sinks=0, prec="f32", v_is_view_of_k=0, n_kv_max=0)
+def _flash(hsk: int, hsv: int, nh: int, nr23: tuple[int, int], kv: int, nb: int, mask: bool, max_bias: float = 0.0, logit_softcap: float = 0.0,
+           type_K: str = "f16", type_V: str = "f16", permute: tuple[int, int, int, int] = (0, 1, 2, 3), *, kv_view: bool = False,
+           n_past: int | None = None) -> Case:
+    """nh KV heads, nr23 times as many query heads, and as many sequences; nb tokens, kv cells. permute [0,2,1,3]: tokens' or cells' heads side by
+    side. kv_view: K and V are half of a cache. n_past: token i sees cells up to n_past + i."""
+    def make(type: str, d: int, rows: int, heads: int, view: bool) -> Leaf:
+        dims = (d, rows, heads, nr23[1])
+        if permute == (0, 2, 1, 3):
+            dims = (d, heads, rows, nr23[1])
+        elif permute != (0, 1, 2, 3):
+            raise ParamError(f"FLASH_ATTN_EXT: permute {list(permute)}; legal: [0,1,2,3], [0,2,1,3]")
+        return leaf(type, dims, perm=permute, inside=(dims[0], 2 * dims[1], *dims[2:]) if view else None)
+
+    bias = leaf(F16, (kv, nb, 1, nr23[1]), None if n_past is None else _causal(n_past)) if mask else None
+    return case(make("f32", hsk, nb, nh * nr23[0], False), make(type_K, hsk, kv, nh, kv_view), make(type_V, hsv, kv, nh, kv_view), bias,
+                scale=hsk ** -0.5, max_bias=max_bias, logit_softcap=logit_softcap)
+
+
+@flash_attn_ext.cases
+def _flash_cases() -> Iterator[Case]:
+    heads_first = (0, 2, 1, 3)
+    for hsk, hsv in ((40, 40), (64, 64), (72, 72), (80, 80), (96, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (320, 256), (512, 512),
+                     (576, 512)):
+        for nb in (1, 3, 32, 75):
+            yield _flash(hsk, hsv, 4, (1, 1), 113, nb, True, kv_view=True)
+    for types in (("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("f16", "f32")):
+        for nb in (1, 32):
+            yield _flash(64, 64, 4, (1, 1), 512, nb, True, 0.0, 0.0, *types)
+            yield _flash(64, 64, 4, (4, 1), 512, nb, True, 0.0, 0.0, *types, heads_first, kv_view=True)
+    for kv in (1, 17, 63, 64, 65, 128, 129, 192, 1024):
+        for nb in (1, 75):
+            yield _flash(64, 64, 4, (1, 3), kv, nb, True)
+    for nr2 in (1, 4, 5, 12):
+        for max_bias, cap in ((0.0, 0.0), (8.0, 0.0), (0.0, 10.0), (8.0, 10.0)):
+            yield _flash(128, 128, 4, (nr2, 1), 512, 3, True, max_bias, cap)
+        yield _flash(128, 128, 4, (nr2, 1), 512, 75, False, 0.0, 10.0)
+        yield _flash(128, 128, 4, (nr2, 2), 260, 1, False)
+    yield _flash(65, 67, 4, (1, 1), 113, 75, True, 8.0)
+    yield _flash(65, 67, 3, (2, 1), 17, 75, False, 0.0, 1.0)
+    yield _flash(72, 64, 4, (1, 1), 256, 2, True)
+    yield case(f32(48, 20, 6, 2), f32(48, 130, 2, 2), f32(32, 130, 2, 2), f32(130, 24, 6, 2), scale=0.2, note="a mask of more rows for each head")
+    yield case(f32(20, 64, 6, perm=(1, 0)), f32(130, 64, 2, perm=(1, 0)), f16(130, 33, 2, perm=(1, 0)), f32(20, 130, perm=(1, 0)), note="all strided")
+    yield case(f32(64, 3, 8), f16(64, 200, 2), f16(64, 200, 2), leaf(F32, (200, 3), lambda rng, shape: np.full(shape, -np.inf)), note="all hidden")
+    for hs, nh, nr2, note in ((64, 4, 3, "granite-4.0-h-350m"), (128, 8, 4, "nemotron-h-8b")):
+        for kv in (512, 4096, 32768):
+            for nb in (1, 4, 512):
+                yield _flash(hs, hs, nh, (nr2, 1), kv, nb, True, permute=heads_first, n_past=kv - nb, perf=True, note=note)
+    for nb in (1, 4):
+        yield _flash(64, 64, 8, (8, 1), 7680, nb, True, perf=True)
+    for nb in (1, 512):
+        yield _flash(256, 256, 4, (6, 1), 4096, nb, True, perf=True)
+
+
+@flash_attn_ext.errors
+def _flash_errors() -> Iterator[ErrorCase]:
+    q, k, v, mask = f32(64, 5, 6, 2), f16(64, 9, 2, 2), f16(32, 9, 2, 2), f16(9, 5)
+    name = "FLASH_ATTN_EXT: "
+    yield error(DTypeError, name + "q is f16; legal: f32", f16(64, 5, 6, 2), k, v)
+    yield error(DTypeError, name + "k is q4_K; legal: f32, f16, bf16, q8_0, q4_0", q, leaf("q4_K", (256, 9, 2, 2)), v)
+    yield error(DTypeError, name + "v is i32", q, k, i32(32, 9, 2, 2))
+    yield error(ShapeError, name + "k has ne [32, 9, 2, 2]; for q of ne [64, 5, 6, 2] it must be [64, n_kv, n_head_kv, 2]", q, f16(32, 9, 2, 2), v)
+    yield error(ShapeError, name + "k has ne [64, 9, 2, 1]", q, f16(64, 9, 2), v)
+    yield error(ShapeError, name + "k has ne [64, 9, 4, 2]: n_head_kv 4 must divide n_head 6", q, f16(64, 9, 4, 2), v)
+    yield error(ShapeError, name + "v has ne [32, 8, 2, 2]; for k of ne [64, 9, 2, 2] it must be [d_v, 9, 2, 2]", q, k, f16(32, 8, 2, 2))
+    yield error(DTypeError, name + "mask is i32; legal: f32, f16", q, k, v, i32(9, 5))
+    for ne in ((8, 5), (9, 4), (9, 5, 4), (9, 5, 1, 3)):
+        yield error(ShapeError, name + "mask has ne ", q, k, v, f16(*ne))
+    yield error(ParamError, name + "scale is nan; legal: a finite number", q, k, v, mask, scale=math.nan)
+    yield error(ParamError, name + "logit_softcap is inf", q, k, v, mask, logit_softcap=math.inf)
+    yield error(ParamError, name + "max_bias is -1.0; legal: 0, and numbers above 0 with a mask", q, k, v, mask, max_bias=-1.0)
+    yield error(ParamError, name + "max_bias is 8.0; legal: 0, and numbers above 0 with a mask", q, k, v, max_bias=8.0)
+
+
+@flash_attn_ext.random
+def _flash_random(draw: Draw) -> Case:
+    n_tok, n_kv = draw_dim(draw, 70), draw_dim(draw, 400)
+    n_head_kv, n_seqs = draw.integer(1, 3), draw.integer(1, 2)
+    n_head = n_head_kv * draw.integer(1, 6)
+    t = draw.choice((F16, F16, F16, F32, F32, BF16, Q8_0))  # of each type few kinds, as each is a kernel to compile
+    d_k, d_v = (32 * draw.integer(1, 3) if t.is_quantized else draw_dim(draw, 100) for _ in "kv")
+
+    def make(dt: DType, d: int, rows: int, heads: int) -> Leaf:
+        if draw.choice((True, False)):
+            return leaf(dt, (d, heads, rows, n_seqs), perm=(0, 2, 1, 3))
+        return leaf(dt, (d, rows, heads, n_seqs), gap=draw.integer(0, 5) if not dt.is_quantized else 0)
+
+    strided = t is F32 and draw.choice((True, False))
+    q, k, v = (draw_leaf(draw, F32, (d, rows, heads, n_seqs)) if strided else make(dt, d, rows, heads)
+               for dt, d, rows, heads in ((F32, d_k, n_tok, n_head), (t, d_k, n_kv, n_head_kv), (t, d_v, n_kv, n_head_kv)))
+    options: dict[str, Any] = {"scale": draw.choice((1.0, 0.125)), "logit_softcap": draw.choice((0.0, 0.0, 10.0)) if t is F16 else 0.0}
+    if draw.choice((True, False, False)):
+        return case(q, k, v, **options)
+    ne = (n_kv, n_tok + draw.integer(0, 3), draw.choice((1, 1, n_head)), draw.choice((1, n_seqs)))
+    mask = draw_leaf(draw, F32, ne) if strided else leaf(F32 if t is BF16 else F16, ne)
+    return case(q, k, v, mask, max_bias=draw.choice((0.0, 0.0, 8.0)), **options)
+
+
+# ROPE
 
 MODES = {0: "norm", 2: "neox"}  # by GGML_ROPE_TYPE
 
@@ -194,7 +308,7 @@ def _rope_random(draw: Draw) -> Case:
                 freq_base=draw.choice((10000.0, 500000.0)), freq_scale=draw.choice((1.0, 0.25)))
 
 
-# -- ARGSORT, TOP_K -------------------------------------------------------------------------------------------------------
+# ARGSORT, TOP_K
 
 ORDERS = ("asc", "desc")  # by ggml_sort_order
 

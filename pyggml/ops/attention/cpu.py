@@ -55,7 +55,7 @@ def _load(t: Tensor | None) -> Helper:
     return no_mask if t is None else loader(t.dtype.name, t.rows_contiguous)
 
 
-# -- SOFT_MAX -------------------------------------------------------------------------------------------------------------
+# SOFT_MAX
 
 
 @intrinsic("f32(ptr, i64)")
@@ -133,7 +133,7 @@ def soft_max(out: Any, x: Any, mask: Any, scale: Any, i0: Any, i1: Any) -> None:
             st_f32(d, i, ld_f32(d, i) * inv)
 
 
-# -- ROPE -----------------------------------------------------------------------------------------------------------------
+# ROPE
 
 
 # pi/2 in two parts: products of the first, which has 32 bits, with up to 2^21 quarter turns are exact.
@@ -214,7 +214,7 @@ def rope(out: Any, x: Any, pos: Any, n_dims: Any, freq_scale: Any, ratio: Any, s
                 st_f32(d, i, X(p, x.nb0, i))
 
 
-# -- ARGSORT, TOP_K -------------------------------------------------------------------------------------------------------
+# ARGSORT, TOP_K
 
 
 @helper
@@ -279,3 +279,6 @@ def select(out: Any, x: Any, descending: Any, scratch: Any, i0: Any, i1: Any) ->
         d = at(out.p, r * out.nb1)
         for i in range(k):
             st_i32(d, i, ld_i64(scratch, i) & 0x7FFFFFFF)
+
+
+from pyggml.ops.attention import flash as flash  # noqa: E402  its kernels too

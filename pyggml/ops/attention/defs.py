@@ -1,4 +1,4 @@
-"""Attention's own ops, and the choice of the largest: SOFT_MAX, ROPE, ARGSORT, TOP_K."""
+"""Attention's own ops, and the choice of the largest: FLASH_ATTN_EXT, SOFT_MAX, ROPE, ARGSORT, TOP_K."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pyggml.dtypes import F16, F32, I32
+from pyggml.dtypes import BF16, F16, F32, I32, Q4_0, Q8_0
 from pyggml.errors import ParamError
 from pyggml.registry import Cost, Spec, default_bytes, is_number, is_whole, like, op, out, require, require_type
 from pyggml.tensor import Node, Tensor
@@ -52,6 +52,86 @@ def _soft_max(x: np.ndarray, mask: np.ndarray | None, *, scale: float) -> np.nda
 @soft_max.cost
 def _soft_max_cost(node: Node) -> Cost:
     return Cost(6 * node.out.n_elements, default_bytes(node))  # scale and mask, max, difference, exp, sum, product
+
+
+KV_TYPES = (F32, F16, BF16, Q8_0, Q4_0)
+
+
+@op("FLASH_ATTN_EXT", inputs="q k v mask", limit=1e-12)
+def flash_attn_ext(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0,
+                   logit_softcap: float = 0.0) -> Spec:
+    """Attention in one op: softmax(k q scale + slope mask) over n_kv, times v, without the scores of all cells in memory.
+
+    q: f32 [d_k, n_tok, n_head, n_seqs]. k: [d_k, n_kv, n_head_kv, n_seqs], v: [d_v, n_kv, n_head_kv, n_seqs], each f32, f16, bf16,
+    q8_0 or q4_0; query head h reads head h // (n_head / n_head_kv). mask: f32 or f16 [n_kv, n_tok or more, b2, b3], where b2 divides
+    n_head and b3 divides n_seqs. All may be strided views, such as of a KV cache. Out: f32 [d_v, n_head, n_tok, n_seqs].
+
+    A cell whose mask is -inf is left out, whatever k and v hold there; a token that sees no cell gets zeros. max_bias above 0 (ALiBi)
+    gives each head a slope by which its mask is multiplied, else it is 1. logit_softcap c other than 0 makes each score s c tanh(s / c)
+    before the mask is added. Sums and softmax are float32. Source: ggml_flash_attn_ext; Dao et al. 2022.
+
+    >>> import numpy as np, pyggml as pg
+    >>> x = pg.tensor(np.array([[[1.0, 0.0], [0.0, 1.0]]], np.float32))
+    >>> causal = pg.tensor(np.array([[0.0, -np.inf], [0.0, 0.0]], np.float32))
+    >>> pg.compute(pg.flash_attn_ext(x, x, x, causal), {}, backend="reference").round(3)
+    array([[[1.   , 0.   ]],
+           [[0.269, 0.731]]])
+    """
+    name = "FLASH_ATTN_EXT"
+    require_type(name, "q", q, F32)
+    require_type(name, "k", k, *KV_TYPES)
+    require_type(name, "v", v, *KV_TYPES)
+    (d_k, n_tok, n_head, n_seqs), (n_kv, n_head_kv) = q.ne, k.ne[1:3]
+    require(k.ne[0] == d_k and k.ne[3] == n_seqs, name, f"k has ne {list(k.ne)}; for q of ne {list(q.ne)} it must be [{d_k}, n_kv, n_head_kv, {n_seqs}]")
+    require(n_head % n_head_kv == 0, name, f"k has ne {list(k.ne)}: n_head_kv {n_head_kv} must divide n_head {n_head}")
+    require(v.ne[1:] == k.ne[1:], name, f"v has ne {list(v.ne)}; for k of ne {list(k.ne)} it must be [d_v, {n_kv}, {n_head_kv}, {n_seqs}]")
+    if mask is not None:
+        require_type(name, "mask", mask, F32, F16)
+        fits = mask.ne[0] == n_kv and mask.ne[1] >= n_tok and n_head % mask.ne[2] == 0 and n_seqs % mask.ne[3] == 0
+        require(fits, name, f"mask has ne {list(mask.ne)}; legal: [{n_kv}, {n_tok} or more, a divisor of {n_head}, a divisor of {n_seqs}]")
+    for option, value in (("scale", scale), ("max_bias", max_bias), ("logit_softcap", logit_softcap)):
+        require(_is_finite(value), name, f"{option} is {value!r}; legal: a finite number", ParamError)
+    require(max_bias == 0 or (max_bias > 0 and mask is not None), name, f"max_bias is {max_bias!r}; legal: 0, and numbers above 0 with a mask", ParamError)
+    return out(F32, v.ne[0], n_head, n_tok, n_seqs)
+
+
+def alibi(n_head: int, max_bias: float) -> tuple[int, float, float]:
+    """ALiBi's slopes (Press et al. 2022) as ggml has them for any number of heads: n, a, b, where head h < n has the slope a^(h + 1), and the
+    others have b^(2 (h - n) + 1). Both are 1 without a max_bias."""
+    n = 1 << (n_head.bit_length() - 1)
+    return n, 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
+
+
+@flash_attn_ext.reference
+def _flash_attn_ext(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None, *, scale: float, max_bias: float,
+                    logit_softcap: float) -> np.ndarray:
+    n_seqs, n_head, n_tok, _ = q.shape
+    k, v = (np.repeat(t, n_head // t.shape[1], axis=1) for t in (k, v))
+    s = q @ np.swapaxes(k, -1, -2) * scale  # [n_seqs, n_head, n_tok, n_kv]
+    if logit_softcap != 0:
+        s = logit_softcap * np.tanh(s / logit_softcap)
+    m = np.zeros((1, 1, 1, 1))
+    if mask is not None:
+        m = np.tile(mask[:, :, :n_tok], (n_seqs // mask.shape[0], n_head // mask.shape[1], 1, 1))
+        n, a, b = alibi(n_head, max_bias)
+        slopes = np.array([a ** (h + 1) if h < n else b ** (2 * (h - n) + 1) for h in range(n_head)])
+        s = np.where(m == -np.inf, m, s + slopes[:, None, None] * m)
+    top = s.max(axis=-1, keepdims=True)
+    e = np.exp(s - np.where(top == -np.inf, 0.0, top))
+    total = e.sum(axis=-1, keepdims=True)
+    p = e / np.where(total == 0, 1.0, total)
+    if np.isfinite(v).all():
+        y = p @ v
+    else:  # of cells that are left out nothing may be multiplied
+        y = np.where((m == -np.inf)[..., None], 0.0, p[..., None] * v[:, :, None]).sum(axis=-2)
+    return y.transpose(0, 2, 1, 3)
+
+
+@flash_attn_ext.cost
+def _flash_attn_ext_cost(node: Node) -> Cost:
+    q, k, v = node.src[:3]
+    assert q is not None and k is not None and v is not None
+    return Cost(2.0 * q.n_rows * k.ne[1] * (k.ne[0] + v.ne[0]), default_bytes(node))
 
 
 @op("ROPE", inputs="x pos", limit=1e-13)

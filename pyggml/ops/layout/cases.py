@@ -58,7 +58,7 @@ def _permuted(dt: str, ne: Ne, order: Ne) -> Leaf:
     return leaf(dt, ne, perm=order if any(order) else None)
 
 
-# -- views ----------------------------------------------------------------------------------------------------------------
+# Views
 
 
 @view.cases
@@ -144,7 +144,7 @@ def _transpose_random(draw: Draw) -> Case:
     return case(draw_leaf(draw, F32, draw_ne(draw)))
 
 
-# -- copies ---------------------------------------------------------------------------------------------------------------
+# Copies
 
 
 @form(cont)
@@ -426,7 +426,7 @@ def _arange_random(draw: Draw) -> Case:
     return case(start=float(start), stop=start + step * n, step=step)
 
 
-# -- rows by index --------------------------------------------------------------------------------------------------------
+# Rows by index
 
 
 @get_rows.fills

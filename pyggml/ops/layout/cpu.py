@@ -25,7 +25,7 @@ TILED_ROWS = 16  # rows of a transposing block are a multiple: 16 floats are a c
 SIZE, LOAD, STORE = 4, ld_i32, st_i32
 
 
-# -- one block ------------------------------------------------------------------------------------------------------------
+# One block
 
 
 def _transpose8(bits: int) -> Intrinsic:
@@ -116,7 +116,7 @@ def _copy(dst: Tensor, src: Tensor) -> Helper:
     return copy_strided.bind(**_moves(dst.dtype))
 
 
-# -- cutting into blocks --------------------------------------------------------------------------------------------------
+# Cutting into blocks
 
 
 def _up(n: int, unit: int) -> int:
@@ -179,7 +179,7 @@ def _operands(node: Node) -> tuple[Tensor, ...]:
     return (node.out, *(t for t in node.src if t is not None))
 
 
-# -- CONT, CPY ------------------------------------------------------------------------------------------------------------
+# CONT, CPY
 
 
 def _with(t: Tensor, ne: Shape, nb: Shape) -> Tensor:
@@ -245,7 +245,7 @@ def copy(out: Any, x: Any, w: Any, h: Any, i0: Any, i1: Any) -> None:
         PLACE0(out, x, 0, 0, 0, 0, c0, c1, r0, r1, i2, i3)
 
 
-# -- CONCAT, PAD ----------------------------------------------------------------------------------------------------------
+# CONCAT, PAD
 
 
 @kernel("CONCAT", "cpu", **_in_blocks(_operands, "dim"))
@@ -271,7 +271,7 @@ def pad(out: Any, x: Any, w: Any, h: Any, i0: Any, i1: Any) -> None:
                 zero_bytes(at(out.p, start * SIZE + r * out.nb1 + i2 * out.nb2 + i3 * out.nb3), (c1 - start) * SIZE)
 
 
-# -- REPEAT, REPEAT_INTERLEAVE --------------------------------------------------------------------------------------------
+# REPEAT, REPEAT_INTERLEAVE
 
 
 @helper
@@ -334,7 +334,7 @@ def repeat_rows(out: Any, x: Any, i0: Any, i1: Any) -> None:
         ROW(at(out.p, r * out.nb1), at(x.p, k1 * x.nb1 + k2 * x.nb2 + k3 * x.nb3), x.nb0, x.ne0, t0)
 
 
-# -- ARANGE ---------------------------------------------------------------------------------------------------------------
+# ARANGE
 
 
 @kernel("ARANGE", "cpu", params=lambda n: [float(n.params["start"]), float(n.params["step"])], items=lambda n: n.out.ne[0], chunk=lambda n: BLOCK)
@@ -344,7 +344,7 @@ def arange(out: Any, start: Any, step: Any, i0: Any, i1: Any) -> None:
         st_f32(out.p, i, narrow(start + i * step))
 
 
-# -- GET_ROWS, SET_ROWS ---------------------------------------------------------------------------------------------------
+# GET_ROWS, SET_ROWS
 
 
 @helper

@@ -16,7 +16,7 @@ from pyggml.quants import WEIGHT_TYPES
 from pyggml.registry import Cost, Pointwise, Spec, is_number, is_whole, like, op, out, require, require_type
 from pyggml.tensor import Node, Tensor, contiguous_nb, shape4
 
-# -- views ----------------------------------------------------------------------------------------------------------------
+# Views
 
 
 @op("VIEW", inputs="x", view=True)
@@ -105,7 +105,7 @@ def _permuted(name: str, x: Tensor, axes: tuple[int, int, int, int]) -> Spec:
     return Spec(x.dtype, (ne[0], ne[1], ne[2], ne[3]), (nb[0], nb[1], nb[2], nb[3]), view_of=x)
 
 
-# -- copies ---------------------------------------------------------------------------------------------------------------
+# Copies
 
 
 @op("CONT", inputs="x", moves_data=True, limit=0.0)
@@ -286,7 +286,7 @@ def _arange(*, start: float, stop: float, step: float) -> np.ndarray:
     return start + np.arange(math.ceil((stop - start) / step)) * step
 
 
-# -- rows by index --------------------------------------------------------------------------------------------------------
+# Rows by index
 
 
 @op("GET_ROWS", inputs="x ids", moves_data=True, limit=1e-13)
@@ -365,7 +365,7 @@ def _set_rows_cost(node: Node) -> Cost:
     return Cost(0, _bytes(src) + src.n_elements * node.out.dtype.nbytes + _bytes(ids))
 
 
-# -- what the rules share -------------------------------------------------------------------------------------------------
+# What the rules share
 
 
 def _require_plain(name: str, arg: str, x: Tensor) -> None:

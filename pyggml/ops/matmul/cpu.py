@@ -31,7 +31,7 @@ N_PACK = 16  # rows of b packed at a time
 MIN_ITEMS, CHUNK_PRODUCTS = 16, 65536
 
 
-# -- tiles ----------------------------------------------------------------------------------------------------------------
+# Tiles
 
 
 def _dots(b: Any, ir: Any, rows: int, cols: int, at_once: tuple[int, int], operands: Any) -> None:
@@ -71,7 +71,7 @@ def dots_16x1(b: Any, ir: Any, *operands: Any) -> None:
     _dots(b, ir, 16, 1, (8, 1) if wide_registers() else (4, 1), operands)
 
 
-# -- packing --------------------------------------------------------------------------------------------------------------
+# Packing
 
 
 @helper
@@ -129,7 +129,7 @@ def _is_plain(t: Tensor) -> bool:
     return t.dtype is F32 and t.nb[0] == 4 and t.ne[0] % LANES == 0
 
 
-# -- the kernel -----------------------------------------------------------------------------------------------------------
+# The kernel
 
 
 def _ab(node: Node) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ def mul_mat(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0: Any, i
                                     st_f32(o, r, ld_f32(o, r) + ld_f32(s, r))
 
 
-# -- blocks of outer products ---------------------------------------------------------------------------------------------
+# Blocks of outer products
 
 K_OUTER = 256  # partial sums of so many terms, so that rounding does not grow with K
 P_ROWS, P_COLS = 32, 8  # of a tile; a panel of `a` holds P_ROWS rows, element by element of K

@@ -26,7 +26,7 @@ SHARES = 4  # times that it does so, at most: what is fetched ahead of the end o
 SUMS = LANES * LANES * 4  # bytes of the partial sums of 16 rows and a column
 
 
-# -- tiles ------------------------------------------------------------------------------------------------------------------
+# Tiles
 
 
 def _rows_at_once(cols: int) -> int:
@@ -114,7 +114,7 @@ def add_sums_16(b: Any, ir: Any, dst: Any, src: Any, first: Any) -> None:
     store_floats(b, dst, b.select(b.icmp_signed("!=", first, i64(0)), sums, b.fadd(load_floats(b, ir, dst), sums)))
 
 
-# -- the kernel -------------------------------------------------------------------------------------------------------------
+# The kernel
 
 
 def operands_of(node: Node) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ LARGEST = 32767
 MAGIC = 1.5 * 2.0 ** 23  # x + MAGIC holds x, rounded to a whole number, in its low bits
 
 
-# -- activations --------------------------------------------------------------------------------------------------------------
+# Activations
 
 
 @intrinsic("void(ptr, ptr, i64)")
@@ -113,7 +113,7 @@ def _quantized(node: Node) -> Prepared:
     return Prepared(quantize_columns, x, out, (), {"items": x.n_rows, "chunk": max(1, 4096 // x.ne[0])})
 
 
-# -- tiles --------------------------------------------------------------------------------------------------------------------
+# Tiles
 
 
 def _rows_at_once(cols: int) -> int:
@@ -220,7 +220,7 @@ TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, w, c) for t, w in WO
 globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
 
 
-# -- the kernel ---------------------------------------------------------------------------------------------------------------
+# The kernel
 
 
 def _not_words(node: Node) -> str | None:

@@ -78,7 +78,7 @@ def _define(name: str, inputs: str, rule: Callable[..., Spec], pointwise: Pointw
     return d
 
 
-# -- one input ------------------------------------------------------------------------------------------------------------
+# One input
 
 def _unary(name: str, expr: str, ref: Callable[..., Array], doc: str, *, flops: int = 1, lo: float = -4.0, hi: float = 4.0,
            types: tuple[DType, ...] = SINGLE) -> OpDef:
@@ -182,7 +182,7 @@ def _cast_fills(a: Leaf) -> dict[str, Fill]:
     return {"a": whole(-1000, 1000) if a.dtype.is_int else uniform(-1000.0, 1000.0)}
 
 
-# -- two inputs -----------------------------------------------------------------------------------------------------------
+# Two inputs
 
 def _binary(name: str, expr: str, ref: Callable[[Array, Array], Array], doc: str, *, lo: float = -1.0) -> OpDef:
     """An op on pairs of elements. `lo` bounds the b that cases feed it (a divisor must not be near 0)."""
@@ -206,7 +206,7 @@ mul = _binary("MUL", "a * b", np.multiply, "a b.")
 div = _binary("DIV", "a / b", np.divide, "a / b.", lo=0.5)
 
 
-# -- gated units ----------------------------------------------------------------------------------------------------------
+# Gated units
 
 def _glu(name: str, expr: str, act: Callable[[Array], Array], doc: str, flops: int) -> OpDef:
     """A gated unit on the halves of each row: act(first) second."""

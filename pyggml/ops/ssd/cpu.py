@@ -83,14 +83,14 @@ from pyggml.ops.ssd.operands import (
 from pyggml.registry import kernel
 from pyggml.tensor import Node
 
-MAX_CHUNK, CHUNK = 256, {"f32": 32, "bf16": 64}  # tokens
+MAX_CHUNK, CHUNK = 256, {"f32": 32, "bf16": 64}  # tokens: the most, and by default, which was fastest of 16 to 256
 HEADS, MIN_ITEMS, STATE_BYTES = 8, 8, 512 << 10  # of an item: heads, fewer where there are few items or the states are large
-NEAR = 32.0
+NEAR = 32.0  # exp of it times any product CB of sane inputs is still a float32
 WORD, TILES = 1, False  # elements of an operand in 32 bits: 1 float32 or 2 bfloat16; whether products are made in AMX tiles; bound
 STATE_ROWS = ROWS  # rows of a block of a state, as ROWS of one of y; both bound
 
 
-# -- a chunk -----------------------------------------------------------------------------------------------------------------
+# A chunk
 
 product_1, product_2 = product_f32_1, product_f32_2  # bound to the precision's, as these
 two_1, two_2, two_3, two_4 = two_f32_1, two_f32_2, two_f32_3, two_f32_2
@@ -236,7 +236,7 @@ def pack_x(plain: Any, weighted: Any, row: Any, x: Any, nb0: Any, nb2: Any, head
         zero_bytes(at(weighted, t * row), padded * 4)
 
 
-# -- the kernel --------------------------------------------------------------------------------------------------------------
+# The kernel
 
 
 def _padded(n: int, to: int) -> int:
@@ -277,9 +277,9 @@ def _scratch(node: Node, word: int) -> int:
 
 @helper
 def lay_out(scratch: Any, q: Any, n_state: Any, dim: Any, heads: Any) -> Any:
-    """Where things stand in scratch, and bytes of their rows. `q`, `n_state` and `dim` are whole blocks; of `turned` and later on the
-    rows are: C and M as left operands, B as left and right operands, CB, x as right operands, plain and weighted, y, states and the same as
-    right operands."""
+    """Where things stand in scratch, and the bytes of their rows; `q`, `n_state` and `dim` are whole blocks. In order: dt and cs of the chunk's
+    tokens, exp(cs), weights of x, two vectors of a block's decays, room for turning B and C and for rows of x; C as rows, B as left and as right
+    operand, CB, 16 rows of M, x plain and weighted, y, the heads' states and, in bfloat16, these as right operands."""
     row_n, row_q, row, row_cb = n_state * 4 // WORD + GAP, q * 4 // WORD + GAP, dim * 4 + GAP, q * 4 + GAP
     steps = scratch
     sums = at(steps, q * 4)

@@ -13,7 +13,7 @@ from pyggml.cpu.vector import LANES, float_constant, load_floats, splat, store_f
 PAIR = 32  # rows of tokens that are turned at a time
 GAP = 64  # bytes between rows in scratch, which are else often powers of two apart and would share cache sets
 
-# -- operands ----------------------------------------------------------------------------------------------------------------
+# Operands
 
 
 @helper
@@ -107,7 +107,7 @@ def state_operand_bf16(dst: Any, state: Any, row: Any, n: Any, vectors: Any) -> 
         pair_rows(at(dst, i // 2 * row), at(state, i * row), at(state, (i + 1) * row), vectors)
 
 
-# -- M: products C B times decays --------------------------------------------------------------------------------------------
+# M: products C B times decays
 
 
 def _as_float(b: Any, ir: Any, p: Any, v: Any) -> None:
@@ -154,7 +154,7 @@ def _weigh_far(store: Any, name: str) -> Intrinsic:
 weigh_far_f32, weigh_far_bf16 = _weigh_far(_as_float, "weigh_far_f32"), _weigh_far(_as_bf16, "weigh_far_bf16")
 
 
-# -- outputs -----------------------------------------------------------------------------------------------------------------
+# Outputs
 
 
 @intrinsic("void(ptr, ptr, ptr, f32, i64)")
@@ -192,7 +192,7 @@ def finish(y: Any, y_nb2: Any, rows: Any, row: Any, x: Any, x_nb0: Any, x_nb2: A
             copy_bytes(out, src, head_dim * 4)
 
 
-# -- states ------------------------------------------------------------------------------------------------------------------
+# States
 
 
 @helper

@@ -12,7 +12,7 @@ from pyggml.tensor import shape4
 
 Ne = tuple[int, ...]
 
-# -- SSM_CONV -------------------------------------------------------------------------------------------------------------
+# SSM_CONV
 
 
 @form(ssm_conv)
@@ -61,7 +61,7 @@ def _ssm_conv_random(draw: Draw) -> Case:
     return case(draw_leaf(draw, F32, (d_conv - 1 + n_tok, d_inner, n_seqs)), c, n_t=n_t)
 
 
-# -- SSM_SCAN -------------------------------------------------------------------------------------------------------------
+# SSM_SCAN
 
 WEAK = uniform(-0.02, -0.005)  # slow decay, so that a lost state shows
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyggml.cpu.mathf import exp, softplus
-from pyggml.cpu.rows import gather, load_next, loader
+from pyggml.cpu.rows import finish, gather, load_next, loader
 from pyggml.cpu.simd import LOAD, at, bad_index, copy_bytes, helper, intrinsic, ld_f32, ld_i32, st_f32, zero_bytes
 from pyggml.cpu.vector import (
     LANES,
@@ -38,7 +38,7 @@ TOKENS = 16  # of a block of SSM_SCAN
 D_STATE, IN_PLACE, POOL = 16, True, False  # bound to the node's: a constant row size makes the rows' offsets part of the instructions
 
 
-# -- SSM_CONV -------------------------------------------------------------------------------------------------------------
+# SSM_CONV
 
 
 def _conv_items(node: Node) -> int:
@@ -64,8 +64,8 @@ def load_c(_p: Any, _i: Any) -> Any:
 load_x = load_next
 
 
-@kernel("SSM_CONV", "cpu", items=_conv_items, chunk=_conv_chunk, bind=_conv_binds, scratch=lambda n: 4 * CHANNELS * n.src[1].ne[0])
-def ssm_conv_channels(out: Any, sx: Any, c: Any, scratch: Any, i0: Any, i1: Any) -> None:
+@kernel("SSM_CONV", "cpu", items=_conv_items, chunk=_conv_chunk, bind=_conv_binds, scratch=lambda n: 4 * CHANNELS * n.src[1].ne[0], epilogue=True)
+def ssm_conv_channels(out: Any, sx: Any, c: Any, extra: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Any strides: for each time, loops over the block's channels, whose weights stand in scratch, a row per k."""
     n_cb, n_tb, n_tok = (out.ne0 + CHANNELS - 1) // CHANNELS, (out.ne1 + TIMES - 1) // TIMES, sx.ne0 - c.ne0 + 1
     for item in range(i0, i1):
@@ -79,8 +79,7 @@ def ssm_conv_channels(out: Any, sx: Any, c: Any, scratch: Any, i0: Any, i1: Any)
             o = at(out.p, ch * 4 + t * out.nb1 + seq * out.nb2)
             if t >= n_tok:
                 zero_bytes(o, n_ch * 4)
-                continue
-            for k in range(c.ne0):
+            for k in range(c.ne0 if t < n_tok else 0):
                 w, x = at(scratch, k * CHANNELS * 4), at(sx.p, (t + k) * sx.nb0 + ch * sx.nb1 + seq * sx.nb2)
                 if k == 0:
                     for i in range(n_ch):
@@ -88,6 +87,7 @@ def ssm_conv_channels(out: Any, sx: Any, c: Any, scratch: Any, i0: Any, i1: Any)
                 else:
                     for i in range(n_ch):
                         st_f32(o, i, ld_f32(o, i) + load_x(x, sx.nb1, i) * ld_f32(w, i))
+            finish(extra, o, ch, n_ch, t, seq, 0)
 
 
 def _many_times(node: Node) -> str | None:
@@ -98,8 +98,8 @@ def _many_times(node: Node) -> str | None:
     return None if sx.ne[0] - c.ne[0] + 1 >= LANES else f"fewer than {LANES} tokens"
 
 
-@kernel("SSM_CONV", "cpu", when=_many_times, items=_conv_items, chunk=_conv_chunk, bind=_conv_binds, scratch=lambda _: CHANNELS * TIME_ROW)
-def ssm_conv_times(out: Any, sx: Any, c: Any, scratch: Any, i0: Any, i1: Any) -> None:
+@kernel("SSM_CONV", "cpu", when=_many_times, items=_conv_items, chunk=_conv_chunk, bind=_conv_binds, scratch=lambda _: CHANNELS * TIME_ROW, epilogue=True)
+def ssm_conv_times(out: Any, sx: Any, c: Any, extra: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Time innermost in sx: along time into scratch, then turned."""
     n_cb, n_tb, n_tok = (out.ne0 + CHANNELS - 1) // CHANNELS, (out.ne1 + TIMES - 1) // TIMES, sx.ne0 - c.ne0 + 1
     for item in range(i0, i1):
@@ -126,9 +126,11 @@ def ssm_conv_times(out: Any, sx: Any, c: Any, scratch: Any, i0: Any, i1: Any) ->
                 st_f32(at(o, t * out.nb1), i, ld_f32(at(scratch, i * TIME_ROW), t))
         for t in range(n_t, min(TIMES, out.ne1 - t0)):
             zero_bytes(at(o, t * out.nb1), n_ch * 4)
+        for t in range(min(TIMES, out.ne1 - t0)):
+            finish(extra, at(o, t * out.nb1), ch, n_ch, t0 + t, seq, 0)
 
 
-# -- SSM_SCAN -------------------------------------------------------------------------------------------------------------
+# SSM_SCAN
 
 
 def _scan_16(b: Any, ir: Any, operands: Any, padded: bool, fetch: bool = False) -> None:
