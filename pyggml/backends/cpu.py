@@ -206,10 +206,12 @@ class CpuRunner:
         self._records = aligned(max(int(starts[-1]), 1) * 8).view(np.int64)
         self._tape = np.zeros(3 * len(launches), np.int64)
         base = self._records.ctypes.data
+        chunks = [k.chunk_for(self._n_threads) for k in launches]
         single = [k.items <= k.chunk for k in launches]
-        sync = barriers([touched([*s.ins, *k.operands], s.outs, alone, self.address) for s, k, alone in zip(self.plan.steps, launches, single, strict=True)])
+        sync = barriers([touched([*s.ins, *k.operands, *k.extra], s.outs, alone, self.address)
+                         for s, k, alone in zip(self.plan.steps, launches, single, strict=True)])
         for i, k in enumerate(launches):
-            words: list[int] = [k.items, k.chunk, 0, self._status[i].ctypes.data, self._scratch.ctypes.data, self._scratch_stride]
+            words: list[int] = [k.items, chunks[i], 0, self._status[i].ctypes.data, self._scratch.ctypes.data, self._scratch_stride]
             for operands, params in ((k.operands, k.params), (k.extra, k.extra_params)):
                 for t in operands:
                     words += [0] * ARG_WORDS if t is None else [self.address(t), *t.ne, *t.nb]

@@ -2,7 +2,8 @@
 
 Options of `@kernel(op, "cpu", ...)`, each a function of the node:
   items    how many items the work has (default: rows of the first output)
-  chunk    items a thread takes at a time (default: about 4096 output elements); never depends on the number of threads
+  chunk    items a thread takes at a time (default: about 4096 output elements); what an item is never depends on the number of threads
+  shares   how often a thread takes a chunk at most (default: any number): chunks then grow with the work; for kernels that stream memory
   params   int and float arguments after the operands (default: none)
   bind     globals of the kernel to replace: helpers, intrinsics, numbers (one source for several types)
   scratch  bytes of scratch per thread (the kernel then takes a pointer `scratch` before i0)
@@ -41,8 +42,13 @@ class Launch:
     items: int
     chunk: int
     scratch: int = 0
+    shares: int = 0
     extra: list[Tensor] = field(default_factory=list)
     extra_params: list[int | float] = field(default_factory=list)
+
+    def chunk_for(self, n_threads: int) -> int:
+        """Items that one of n_threads takes at a time. Which thread works on an item changes nothing in its result."""
+        return max(self.chunk, -(-self.items // (self.shares * n_threads))) if self.shares else self.chunk
 
 
 def default_chunk(t: Tensor) -> int:
@@ -56,7 +62,7 @@ def launch(kernel: KernelDef, node: Node, prepared: Tensor | None = None) -> Lau
     operands: list[Tensor | None] = o["operands"](node) if "operands" in o else [*node.outputs, *node.src]
     if prepared is not None:
         operands = [*operands, prepared]
-    values: dict[str, Any] = {n: o[n](node) for n in ("params", "bind", "scratch", "items", "chunk") if n in o}
+    values: dict[str, Any] = {n: o[n](node) for n in ("params", "bind", "scratch", "items", "chunk", "shares") if n in o}
     return _launch(kernel.fn, kernel.name, operands, node.out, {**values, "status": bool(o.get("status")), "extra": bool(o.get("epilogue"))})
 
 
@@ -71,4 +77,4 @@ def _launch(fn: Callable[..., Any], name: str, operands: list[Tensor | None], ou
     spec = KernelSpec(fn, o.get("bind", {}), len(operands), kinds, "scratch" in o, o.get("status", False), extra=o.get("extra", False))
     items = int(o["items"]) if "items" in o else out.n_rows
     chunk = int(o["chunk"]) if "chunk" in o else default_chunk(out)
-    return Launch(spec, name, operands, params, items, max(1, chunk), int(o.get("scratch", 0)))
+    return Launch(spec, name, operands, params, items, max(1, chunk), int(o.get("scratch", 0)), int(o.get("shares", 0)))

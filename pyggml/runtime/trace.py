@@ -142,6 +142,8 @@ class TracedRunner:
         for k, s in enumerate(self.plan.steps):
             for node in s.nodes:
                 steps_of.setdefault(node.seq, []).append(k)
+        made = (t for s in self.plan.steps for t in s.outs)  # a state that goes straight to its pool is not
+        stored = {id(t.root) for t in (*made, *self.plan.graph.leaves)}
         for i, node in enumerate(self.plan.graph.nodes):
             seconds, kernel, fused_into = None, "", ""
             at = steps_of.get(node.seq)
@@ -153,8 +155,7 @@ class TracedRunner:
                 elif isinstance(runner, SteppedRunner):
                     seconds = runner.run_steps(at[0], at[-1] + 1)
             for k, t in enumerate(node.outputs):
-                stored = t.root.data is not None or not self.plan.offsets or id(t.root) in self.plan.offsets  # else: written elsewhere by a fused step
-                value = None if fused_into or not stored or t.dtype.np is None else runner.get(t)
+                value = None if fused_into or t.dtype.np is None or id(t.root) not in stored else runner.get(t)
                 src = tuple(None if s is None else Source(s.name, s.dtype.name, s.ne) for s in node.src)
                 self.owner.sink(Traced(i, k, node.layer, node.part, node.op.name, t.name, t.dtype.name, t.ne, None if t.is_contiguous else t.nb, src,
                                        kernel, seconds if k == 0 else None, fused_into, value))

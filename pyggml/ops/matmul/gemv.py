@@ -21,7 +21,8 @@ K_BLOCK = 1024  # values of k that are summed at a time, here and in `mul_mat`; 
 MAX_COLS, ROWS = 4, 4  # of a tile
 TURN = 64  # weights of a row per turn of a tile's loop, at least
 AHEAD = 8192  # bytes that prefetches run ahead of the loads, at least: the hardware's own do not follow 4 rows of some blocks each
-CHUNK_BYTES, MIN_CHUNKS = 64 << 10, 32  # of weights that a thread takes at a time; less of matrices that would not come in so many
+CHUNK_BYTES = 16 << 10  # of weights that a thread takes at a time, at least
+SHARES = 4  # times that it does so, at most: what is fetched ahead of the end of a chunk comes to the wrong core
 SUMS = LANES * LANES * 4  # bytes of the partial sums of 16 rows and a column
 
 
@@ -167,9 +168,9 @@ def row_items(node: Node) -> int:
 
 
 def row_chunk(node: Node) -> int:
-    """Items that a thread takes at a time."""
+    """Items of CHUNK_BYTES of weights."""
     a, _ = operands_of(node)
-    return min(CHUNK_BYTES // (LANES * a.dtype.row_bytes(a.ne[0])), row_items(node) // MIN_CHUNKS)
+    return CHUNK_BYTES // (LANES * a.dtype.row_bytes(a.ne[0]))
 
 
 def tile_columns(node: Node) -> int:
@@ -227,4 +228,5 @@ def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> Non
                     copy_bytes(o, scratch, m * 4)
 
 
-OPTIONS: dict[str, Any] = {"when": _not_few, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "bind": _binds, "scratch": _scratch}
+OPTIONS: dict[str, Any] = {"when": _not_few, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "shares": lambda _: SHARES, "bind": _binds,
+                           "scratch": _scratch}

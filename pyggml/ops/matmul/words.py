@@ -28,7 +28,20 @@ from pyggml.cpu.vector import (
     wide_registers,
 )
 from pyggml.dtypes import F32
-from pyggml.ops.matmul.gemv import AHEAD, MAX_COLS, ROWS, SUMS, add_sums_16, columns_refused, flat_operands, operands_of, row_chunk, row_items, tile_columns
+from pyggml.ops.matmul.gemv import (
+    AHEAD,
+    MAX_COLS,
+    ROWS,
+    SHARES,
+    SUMS,
+    add_sums_16,
+    columns_refused,
+    flat_operands,
+    operands_of,
+    row_chunk,
+    row_items,
+    tile_columns,
+)
 from pyggml.quants.words_cpu import OFFSETS, SUPER, UNPACKED, WORDS, Words
 from pyggml.registry import Prepared
 from pyggml.tensor import Node, Tensor
@@ -256,5 +269,5 @@ def mul_mat_words(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: 
                     copy_bytes(o, scratch, m * 4)
 
 
-OPTIONS: dict[str, Any] = {"when": _not_words, "rounds": True, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "bind": _binds,
-                           "before": _quantized, "scratch": _scratch}
+OPTIONS: dict[str, Any] = {"when": _not_words, "rounds": True, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "shares": lambda _: SHARES,
+                           "bind": _binds, "before": _quantized, "scratch": _scratch}
