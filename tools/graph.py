@@ -167,10 +167,7 @@ def part_order(part: str) -> int:
 
 
 def step_bytes(step: Step) -> float:
-    """Bytes that a step moves: the node's own count, or for a chain each tensor that comes in or goes out, once. What a kernel has prepared for
-    it beforehand counts as nothing."""
-    if all(t.node is None for t in step.outs):
-        return 0.0
+    """Bytes that a step moves: the node's own count, or for a chain each tensor that comes in or goes out, once."""
     if len(step.nodes) == 1 or step.nodes[-1].op.pointwise is None:
         return step.nodes[-1].op.cost_of(step.nodes[-1]).nbytes
     node = Node(step.nodes[-1].op, tuple(step.ins), {})
