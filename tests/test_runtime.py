@@ -356,9 +356,12 @@ def test_plans_are_used_again(demo: Model) -> None:
     for i in range(20):
         ctx.decode([IDS[i]])
     assert ctx.timings.n_plans == 2
-    alone = demo.context(**F32_CACHE)
-    alone.decode(IDS[:1])
-    assert compute == ctx.memory_bytes()["compute"] < alone.memory_bytes()["compute"] * 2  # plans share one memory
+    alone = []
+    for n in (10, 1):
+        one = demo.context(**F32_CACHE)
+        one.decode(IDS[:n])
+        alone.append(one.memory_bytes()["compute"])
+    assert max(alone) <= compute == ctx.memory_bytes()["compute"] < sum(alone)  # plans share one memory
 
 
 def test_prompts_take_other_threads_than_single_tokens(demo: Model) -> None:
