@@ -252,8 +252,8 @@ def test_importing_and_running_warm_needs_no_numba(root: Path) -> None:
 
 def test_ctrl_c_ends_a_long_run(root: Path) -> None:
     code = ("import numpy as np, pyggml as pg, sys\n"
-            "h = pg.tensor(np.full((512, 1024), 0.5, np.float32))\n"
-            "for _ in range(200000): h = pg.tanh(h)\n"
+            "h = pg.tensor(np.full((4096, 1024), 0.5, np.float32))\n"
+            "for _ in range(20000): h = pg.tanh(h)\n"
             "r = pg.open_backend('cpu', threads=2, fuse=False).compile(pg.Graph([h]))\n"
             "print('go', flush=True)\n"
             "try:\n    r.run()\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)\n    sys.exit(7)\n")
