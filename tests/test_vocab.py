@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import pytest
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vocabs import byte_chars, make, texts
 
 from pyggml.errors import FormatError, ModelError, ParamError
 from pyggml.runtime.vocab import StreamDetokenizer, Vocab
@@ -38,58 +38,6 @@ def demo_metadata() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def demo(demo_metadata: dict[str, Any]) -> Vocab:
     return Vocab(demo_metadata)
-
-
-def byte_chars() -> list[str]:
-    """The GPT-2 byte alphabet, byte 0 first: written out from its definition, apart from the code under test."""
-    chars, n = [], 0
-    for b in range(256):
-        if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255:
-            chars.append(chr(b))
-        else:
-            chars.append(chr(256 + n))
-            n += 1
-    return chars
-
-
-def spelled(text: str) -> str:
-    """`text` in the byte alphabet."""
-    chars = byte_chars()
-    return "".join(chars[b] for b in text.encode())
-
-
-def make(tokens: Sequence[str], merges: Sequence[str] = (), pre: str = "gpt-2", types: dict[str, int] | None = None, **keys: Any) -> Vocab:
-    metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": list(tokens), "tokenizer.ggml.merges": list(merges),
-        "tokenizer.ggml.token_type": [(types or {}).get(t, 1) for t in tokens],
-    }  # fmt: skip
-    metadata.update({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
-    return Vocab({key: value for key, value in metadata.items() if value is not None})
-
-
-def bpe(symbols: list[str], merges: list[str]) -> list[str]:
-    """BPE by its definition: join the leftmost pair of the lowest rank until none is left."""
-    while len(symbols) > 1:
-        pairs = [f"{a} {b}" for a, b in zip(symbols, symbols[1:], strict=False)]
-        known = [merges.index(p) for p in pairs if p in merges]
-        if not known:
-            break
-        i = pairs.index(merges[min(known)])
-        symbols = [*symbols[:i], symbols[i] + symbols[i + 1], *symbols[i + 2 :]]
-    return symbols
-
-
-def splitting(pieces: Sequence[str], pre: str) -> Vocab:
-    """A vocabulary in which each piece becomes one token, and neighbours would join too if nothing kept them apart."""
-    merges: list[str] = []
-    for text in (*pieces, *("".join(pieces[: i + 2]) for i in range(len(pieces) - 1))):
-        while len(symbols := bpe(list(spelled(text)), merges)) > 1:
-            merges.append(f"{symbols[0]} {symbols[1]}")
-    return make(list(dict.fromkeys([*byte_chars(), *(m.replace(" ", "") for m in merges)])), merges, pre, add_bos_token=False)
-
-
-def texts(vocab: Vocab, ids: Sequence[int]) -> list[str]:
-    return [vocab.token_bytes(i).decode() for i in ids]
 
 
 # The trained vocabulary
@@ -164,157 +112,6 @@ def test_a_novel_against_hugging_face(demo: Vocab, reference: Any) -> None:
 @given(text=SPECIAL_TEXT)
 def test_any_text_against_hugging_face(demo: Vocab, reference: Any, text: str) -> None:
     assert demo.tokenize(text, parse_special=True) == reference.encode(text, add_special_tokens=False).ids
-
-
-# Pre-tokenizers
-
-
-LLAMA3_PIECES = [
-    ("12345678", ["123", "456", "78"]),
-    ("I'LL", ["I", "'LL"]),
-    ("don't", ["don", "'t"]),
-    ("I'Ve we'RE it'S", ["I", "'Ve", " we", "'RE", " it", "'S"]),
-    ("\r\n\r\n", ["\r\n\r\n"]),
-    ("a \n b", ["a", " \n", " b"]),
-    ("  x", [" ", " x"]),
-    ("\t\t", ["\t\t"]),
-    ("\t\tx", ["\t", "\tx"]),
-    ("\t\t1", ["\t", "\t", "1"]),
-    (" 12", [" ", "12"]),
-    ("a1b", ["a", "1", "b"]),
-    ("(x) != _y", ["(x", ")", " !=", " _", "y"]),
-    ("x!\n\ny", ["x", "!\n\n", "y"]),
-    ("end  ", ["end", "  "]),
-    ("\u00a0x", ["\u00a0x"]),
-]
-GPT2_PIECES = [
-    ("12345678", ["12345678"]),
-    ("I'LL", ["I", "'", "LL"]),
-    ("don't", ["don", "'t"]),
-    ("\r\n\r\n", ["\r\n\r\n"]),
-    ("  x", [" ", " x"]),
-    ("\t\tx", ["\t", "\t", "x"]),
-    (" 12", [" 12"]),
-    ("(x) !=", ["(", "x", ")", " !="]),
-    ("x!\n\ny", ["x", "!", "\n", "\n", "y"]),
-    ("\u00a0x", ["\u00a0", "x"]),
-]
-DEFAULT_PIECES = [
-    ("12345678", ["123", "456", "78"]),
-    ("I'LL", ["I", "'", "LL"]),
-    ("don't", ["don", "'", "t"]),
-    ("a 1234", ["a", " ", "123", "4"]),
-    ("x  !=y", ["x", "  ", "!=", "y"]),
-    ("a~b+c", ["a", "~", "b", "+", "c"]),
-    ("\u0663\u0664\u0665\u0666", ["\u0663\u0664\u0665\u0666"]),
-]
-UNICODE_PIECES = [
-    ("dbrx", "\u2029 \ua3e4", ["\u2029", " \ua3e4"]),
-    ("gpt-2", "\u2029 \ua3e4", ["\u2029", " \ua3e4"]),
-    ("dbrx", "x\u00b2", ["x", "\u00b2"]),
-    ("dbrx", "\u00b2\u2167\u00bd3", ["\u00b2\u2167\u00bd", "3"]),
-    ("gpt-2", "\u00b2\u2167\u00bd3", ["\u00b2\u2167\u00bd3"]),
-    ("default", "\u00b2\u2167\u00bd3", ["\u00b2\u2167\u00bd3"]),
-    ("dbrx", "\u00e9t\u00e9", ["\u00e9t\u00e9"]),
-    ("dbrx", "e\u0301t", ["e", "\u0301t"]),
-    ("gpt-2", "e\u0301t", ["e", "\u0301", "t"]),
-    ("dbrx", "a\x1c\x1db", ["a", "\x1c\x1d", "b"]),  # no White_Space, whatever str.isspace says
-    ("dbrx", "a\u2028\u2028b", ["a", "\u2028", "\u2028b"]),
-]
-
-
-@pytest.mark.parametrize("pre", ["dbrx", "llama-bpe", "llama3", "llama-v3"])
-@pytest.mark.parametrize(("text", "pieces"), LLAMA3_PIECES, ids=[f"f89-{t!a}" for t, _ in LLAMA3_PIECES])
-def test_llama3_split(pre: str, text: str, pieces: list[str]) -> None:
-    vocab = splitting(pieces, pre)
-    assert texts(vocab, vocab.tokenize(text)) == pieces
-
-
-@pytest.mark.parametrize(("text", "pieces"), GPT2_PIECES, ids=[ascii(t) for t, _ in GPT2_PIECES])
-def test_gpt2_split(text: str, pieces: list[str]) -> None:
-    vocab = splitting(pieces, "gpt-2")
-    assert texts(vocab, vocab.tokenize(text)) == pieces
-
-
-@pytest.mark.parametrize(("text", "pieces"), DEFAULT_PIECES, ids=[ascii(t) for t, _ in DEFAULT_PIECES])
-def test_default_split(text: str, pieces: list[str]) -> None:
-    vocab = splitting(pieces, "default")
-    assert texts(vocab, vocab.tokenize(text)) == pieces
-
-
-@pytest.mark.parametrize(("pre", "text", "pieces"), UNICODE_PIECES, ids=[f"f91-{p}-{t!a}" for p, t, _ in UNICODE_PIECES])
-def test_unicode_split(pre: str, text: str, pieces: list[str]) -> None:
-    vocab = splitting(pieces, pre)
-    assert texts(vocab, vocab.tokenize(text)) == pieces
-
-
-@pytest.mark.parametrize("pre", ["gpt-2", "dbrx", "llama-bpe", "default"])
-def test_fault_90_merges_stay_inside_pre_tokens(pre: str) -> None:
-    merges = ["o ,", ", Ġ", "Ġ w"]
-    vocab = make([*byte_chars(), "o,", ",Ġ", "Ġw"], merges, pre, add_bos_token=False)
-    assert texts(vocab, vocab.tokenize("hello, world")) == [*"hello", ",", " w", *"orld"]
-
-
-def test_missing_pre_is_default() -> None:
-    vocab = Vocab({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [*byte_chars(), "12"], "tokenizer.ggml.merges": ["1 2"]})
-    assert vocab.pre == "default"
-    assert texts(vocab, vocab.tokenize("x 12")) == ["x", " ", "12"]
-
-
-@pytest.mark.parametrize(
-    ("alias", "pieces"),
-    [("smaug-bpe", [" ", "12", "'LL"]), ("lfm2", [" ", "12", "'LL"]), ("falcon-h1", [" ", "12", "'LL"]), ("pixtral", [" ", "12", "'LL"]),
-     ("olmo", [" 12", "'", "LL"]), ("granite-docling", [" 12", "'", "LL"]), ("exaone4", [" 12", "'", "LL"])],
-)  # fmt: skip
-def test_other_names(alias: str, pieces: list[str]) -> None:
-    vocab = splitting(pieces, alias)
-    assert texts(vocab, vocab.tokenize(" 12'LL")) == pieces
-
-
-def oracle_splits(pre: str, text: str) -> list[str]:
-    """The pre-tokens by the `regex` module, from the patterns of the models' own tokenizer files."""
-    regex = pytest.importorskip("regex")
-    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    llama3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-              r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # fmt: skip
-    patterns = {"gpt-2": [gpt2], "dbrx": [llama3], "llama-bpe": [llama3], "default": [r"[\p{P}$+<=>^~|]+", gpt2, r"\p{N}+", "[0-9]{3}"]}[pre]
-    pieces = [text]
-    for pattern in patterns:
-        pieces = [part for piece in pieces for part in regex.split(f"({pattern})", piece) if part]
-    return pieces
-
-
-@pytest.mark.parametrize("pre", ["gpt-2", "dbrx", "llama-bpe", "default"])
-def test_random_merges_against_plain_bpe(pre: str) -> None:
-    """Random merge tables and texts: split by the regex module, merged by the definition of BPE."""
-    rng = random.Random(pre)
-    chars = "aabbs1239 \n\t'!.,éñ²中👍\u0301\u00a0\r"
-    for _ in range(20):
-        merges: list[str] = []
-        symbols = [spelled(c)[:1] for c in chars] + [byte_chars()[b] for b in "é中".encode()]
-        for _ in range(60):
-            a, b = rng.choice(symbols), rng.choice(symbols)
-            if a + b not in symbols:
-                merges.append(f"{a} {b}")
-                symbols.append(a + b)
-        tokens = list(dict.fromkeys([*byte_chars(), *symbols]))
-        vocab = make(tokens, merges, pre, add_bos_token=False)
-        for _ in range(20):
-            text = "".join(rng.choices(chars, k=rng.randrange(40)))
-            expected: list[str] = []
-            for piece in oracle_splits(pre, text):
-                whole = spelled(piece)
-                expected += [whole] if pre == "llama-bpe" and whole in tokens else bpe(list(whole), merges)
-            assert vocab.tokenize(text) == [tokens.index(t) for t in expected], text
-
-
-def test_ignore_merges_takes_a_whole_pre_token() -> None:
-    """llama-bpe alone: a pre-token in the vocabulary is taken even if no merge makes it."""
-    tokens = [*byte_chars(), "abc", "ab", "Ġabc"]
-    llama = make(tokens, ["a b"], "llama-bpe", add_bos_token=False)
-    assert texts(llama, llama.tokenize("abc abc abcd")) == ["abc", " abc", " ", "ab", "c", "d"]
-    dbrx = make(tokens, ["a b"], "dbrx")
-    assert texts(dbrx, dbrx.tokenize("abc")) == ["ab", "c"]
 
 
 # Special tokens

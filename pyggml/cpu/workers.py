@@ -41,7 +41,7 @@ def compile_jobs(level: str, folder: Path, jobs: list[Job], on_done: Callable[[i
                     errors.append(outcome[6:])
             if not left:
                 return errors
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a worker left in the middle of its jobs would answer the next caller with them
         _stop(level)
         raise
     codes = [w.poll() for w in _workers[level]]

@@ -6,7 +6,8 @@ import numpy as np
 
 from pyggml.dtypes import F32, I32
 from pyggml.errors import KernelError, ParamError
-from pyggml.registry import Cost, Spec, default_bytes, is_whole, op, out, require, require_type
+from pyggml.ops.ssm.defs import scan_cost
+from pyggml.registry import Spec, is_whole, op, out, require, require_type
 from pyggml.tensor import Node, Tensor
 
 SSD_PRECISIONS = ("f32", "bf16")
@@ -116,11 +117,4 @@ def _ssd_scan_limit(node: Node) -> float:
     return LIMITS[node.params["precision"]]
 
 
-@ssd_scan.cost
-def _ssd_scan_cost(node: Node) -> Cost:
-    """Work of the recurrence, as SSM_SCAN's, so that times compare."""
-    s, x = node.src[:2]
-    assert s is not None and x is not None
-    state = float(node.outputs[1].n_elements)
-    moved = default_bytes(node) - 4.0 * (s.n_elements - min(state, s.n_elements))  # of s, only the rows that ids name are read
-    return Cost(5.0 * s.ne[0] * x.n_elements, moved)
+ssd_scan.cost(scan_cost)

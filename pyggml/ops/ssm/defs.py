@@ -116,9 +116,10 @@ def _ssm_scan(s: np.ndarray, x: np.ndarray, dt: np.ndarray, A: np.ndarray, B: np
 
 
 @ssm_scan.cost
-def _ssm_scan_cost(node: Node) -> Cost:
+def scan_cost(node: Node) -> Cost:
+    """Work of the recurrence on the state of every token, whatever computes it."""
     s, x = node.src[:2]
     assert s is not None and x is not None
     state = float(node.outputs[1].n_elements)
     moved = default_bytes(node) - 4.0 * (s.n_elements - min(state, s.n_elements))  # of s, only the rows that ids name are read
-    return Cost(5.0 * state * x.ne[2], moved)
+    return Cost(5.0 * s.ne[0] * x.n_elements, moved)
