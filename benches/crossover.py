@@ -1,7 +1,7 @@
 """Where the chunked form of Mamba2 pays: one layer's product by ubatch and chunk, and the whole model beside what it would do if the recurrence were free.
 
-    python benches/crossover.py --plot docs/reports/crossover --json crossover.json --readme README.md > docs/reports/crossover.md
-    python benches/crossover.py --from crossover.json --plot docs/reports/crossover --readme README.md > docs/reports/crossover.md
+    python benches/crossover.py --plot docs/reports/crossover --json crossover.jsonl --readme README.md > docs/reports/crossover.md
+    python benches/crossover.py --from crossover.jsonl --plot docs/reports/crossover --readme README.md > docs/reports/crossover.md
 
 The product, from x, B, C and the step sizes to y (with softplus and the skip D x) and the state, in these forms: SSM_SCAN; the ssd graph;
 SSD_SCAN in f32 and bf16; the graph of llama.cpp PR 16982, one sub-graph per chunk; ggml's own SSM_SCAN where its library is found (--peer-lib).
@@ -12,12 +12,14 @@ say is left out, and the report says so. The model: tokens per second of prompts
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import numpy as np
 from crossover_report import draw, report, with_section
@@ -95,9 +97,11 @@ def product_rows(args: argparse.Namespace) -> Iterator[Row]:
                              "left_out": left_out}
             if left_out is None:
                 lanes[way.key] = lane
+        for key, lane in lanes.items():
+            got = lane.outputs()
+            rows[key] |= {"nmse_y": nmse(got[0], y), "nmse_state": nmse(got[1], state)}
         for key, seconds in medians(lanes, args.runs, max(1, REPEAT_TOKENS // ubatch)).items():
-            got = lanes[key].outputs()
-            rows[key] |= {"us_per_token": 1e6 * seconds / ubatch, "nmse_y": nmse(got[0], y), "nmse_state": nmse(got[1], state)}
+            rows[key]["us_per_token"] = 1e6 * seconds / ubatch
         yield from rows.values()
 
 
@@ -131,6 +135,13 @@ def about(args: argparse.Namespace) -> Row:
             "shape": str(args.shape), "model": Path(args.model).name, "model_runs": args.model_runs, "model_prompt": MODEL_PROMPT, "max_fused_chunk": MAX_CHUNK}
 
 
+def noted(rows: Iterable[Row], kept: TextIO) -> Iterator[Row]:
+    """The rows, each written as a line of JSON as soon as it is there: what is measured is kept when a long run is stopped."""
+    for r in rows:
+        print(json.dumps(r), file=kept, flush=True)
+        yield r
+
+
 def options() -> argparse.ArgumentParser:
     """The options."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,7 +159,7 @@ def options() -> argparse.ArgumentParser:
     p.add_argument("--peer-lib", metavar="FOLDER", help="folder with libggml-base and libggml-cpu (the wheel libggml-python)")
     p.add_argument("--quick", action="store_true", help="few sizes and runs: " + ", ".join(f"{k} {v}" for k, v in QUICK.items()))
     p.add_argument("--plot", metavar="NAME", help="draw NAME.png")
-    p.add_argument("--json", metavar="FILE", help="keep the results")
+    p.add_argument("--json", metavar="FILE", help="keep the results, a row per line as soon as it is there")
     p.add_argument("--from", dest="source", metavar="FILE", help="results that --json kept, in place of measuring")
     p.add_argument("--readme", metavar="FILE", help="write the short section between its two marks in this file")
     return p
@@ -161,13 +172,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.given = argv
     if args.quick:
         vars(args).update(QUICK)
-    rows: list[dict[str, Any]]
     if args.source:
-        rows = json.loads(Path(args.source).read_text(encoding="utf-8"))
+        rows = [json.loads(line) for line in Path(args.source).read_text(encoding="utf-8").splitlines()]
     else:
-        rows = [about(args), *product_rows(args), *(() if args.no_model else model_rows(args))]
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=0), encoding="utf-8")
+        with open(args.json or os.devnull, "w", encoding="utf-8") as kept:
+            rows = list(noted(itertools.chain([about(args)], product_rows(args), () if args.no_model else model_rows(args)), kept))
     if args.plot:
         draw(rows, f"{args.plot}.png")
     if args.readme:

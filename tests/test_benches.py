@@ -151,11 +151,11 @@ def test_no_plot_without_matplotlib(load: Load, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_small_crossover(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program, kept = load("crossover"), tmp_path / "r.json"
+    program, kept = load("crossover"), tmp_path / "r.jsonl"
     (tmp_path / "README.md").write_text("<!-- crossover --><!-- /crossover -->", encoding="utf-8")
     program.main(["-ub", "1,8,40", "--chunk", "16,512", "--shape", "32,16,4,2", "-r", "1", "--model-runs", "1", "--max-nodes", "100", "--json", str(kept),
                   "--readme", str(tmp_path / "README.md")])
-    text, rows = capsys.readouterr().out, json.loads(kept.read_text())
+    text, rows = capsys.readouterr().out, [json.loads(line) for line in kept.read_text().splitlines()]
     product = {(r["ubatch"], r["form"], r["chunk"]): r for r in rows if r["kind"] == "product" and not r["form"].startswith("ggml")}
     assert {(n, q) for n, form, q in product if form == "ssd"} == {(1, 1), (8, 8), (40, 16), (40, 40)}  # no chunk is longer than the ubatch
     assert [key for key, r in product.items() if r["left_out"]] == [(40, "PR 16982", 16)]  # three chunks of some 50 nodes
