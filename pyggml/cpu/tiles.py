@@ -93,18 +93,21 @@ def _tile_products(b: Any, ir: Any, planes: tuple[int, int], operands: Any) -> N
         def fetch(number: int, rows: list[Any], at: Any, which: int, plane: int) -> None:
             tile("tileloadd64", number, b.gep(rows[which], [b.add(at, i64(TILE * plane))]), i64(_ROW))
 
-        for a_plane in range(a_planes):
-            for x_plane in range(x_planes if a_plane == 0 else 1):
-                if x_plane == 0:
-                    fetch(6, a_rows, a_at, 0, a_plane)
+        held: tuple[int, int] = (-1, -1)
+        for a_plane, x_plane in [(0, p) for p in reversed(range(x_planes))] + [(p, 0) for p in range(1, a_planes)]:
+            if a_plane != held[0]:
+                fetch(6, a_rows, a_at, 0, a_plane)
+            if x_plane != held[1]:
                 fetch(4, x_rows, x_at, 0, x_plane)
-                tile("tdpbf16ps", 0, i8(4), i8(6))
-                if x_plane == 0:
-                    fetch(7, a_rows, a_at, 1, a_plane)
-                tile("tdpbf16ps", 1, i8(4), i8(7))
+            tile("tdpbf16ps", 0, i8(4), i8(6))
+            if a_plane != held[0]:
+                fetch(7, a_rows, a_at, 1, a_plane)
+            tile("tdpbf16ps", 1, i8(4), i8(7))
+            if x_plane != held[1]:
                 fetch(5, x_rows, x_at, 1, x_plane)
-                tile("tdpbf16ps", 2, i8(5), i8(6))
-                tile("tdpbf16ps", 3, i8(5), i8(7))
+            tile("tdpbf16ps", 2, i8(5), i8(6))
+            tile("tdpbf16ps", 3, i8(5), i8(7))
+            held = a_plane, x_plane
         return []
 
     loop(b, ir, n, [], step)
