@@ -146,4 +146,6 @@ def _mul_mat_random(draw: Draw) -> Case:
     if draw.integer(1, 4) == 1:  # b repeated: not in ggml
         a_ne, b_ne = (k, m, *b_ne[2:]), (k, n, a2, a3)
     a = leaf(a_type, a_ne) if a_type.is_quantized else draw_leaf(draw, a_type, a_ne)
-    return case(a, draw_leaf(draw, draw.choice(ACTIVATION_TYPES) if a_type is F32 else F32, b_ne), precision=draw.choice(PRECISIONS))
+    b_type = draw.choice(ACTIVATION_TYPES) if a_type is F32 else F32
+    b = draw_leaf(draw, b_type, b_ne)
+    return case(a, b, precision=draw.choice(PRECISIONS)) if a_type is b_type is F32 else case(a, b)
