@@ -35,7 +35,7 @@ PLAN_BYTES = 64 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, whi
 
 # SSD_SCAN is faster than SSM_SCAN from this many tokens per sequence on, by its precision, where a head's state is large enough to pay
 # for the products: `benches/ssd_scan.py --tokens 8,16,24,32,64`, one thread of two kinds of x86 CPU with AVX-512.
-FUSED_FROM = {"f32": 32, "split": 32, "bf16": 16}
+FUSED_FROM = {"f32": 32, "bf16": 16}
 FUSED_STATE = 64
 
 

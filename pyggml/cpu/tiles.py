@@ -265,52 +265,25 @@ def turn_halves(b: Any, ir: Any, dst: Any, src: Any, row: Any) -> None:
     _store_turned(b, ir, dst, [load(b, ir, b.gep(src, [b.mul(row, i64(r))]), ir.FloatType(), LANES, 2) for r in range(LANES)])
 
 
-def _column_planes(b: Any, ir: Any, low: Any, high: Any, n_planes: int) -> list[Any]:
-    """32 bfloat16 of two vectors, in one or two planes."""
-    return list(_planes(b, ir, low, high)) if n_planes == 2 else [_round(b, ir, low, high)]
-
-
 def _columns(b: Any, ir: Any, src: Any, stride: Any) -> list[Any]:
     """16 float32 at each of 32 places."""
     return [load_floats(b, ir, b.gep(src, [b.mul(stride, ir.IntType(64)(k))])) for k in range(TILE_K)]
 
 
-def _turn_columns(b: Any, ir: Any, dst: Any, src: Any, stride: Any, n_planes: int) -> None:
+@intrinsic("void(ptr, ptr, i64)")
+def turn_columns(b: Any, ir: Any, dst: Any, src: Any, stride: Any) -> None:
+    """turn_floats of rows that stand side by side: value k of all of them is at src + k * stride."""
     halves, order = ir.VectorType(ir.IntType(16), 2 * LANES), [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]
     places = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order)
     columns = _columns(b, ir, src, stride)
     for i in range(LANES):
-        for plane, v in enumerate(_column_planes(b, ir, columns[2 * i], columns[2 * i + 1], n_planes)):
-            bits = b.bitcast(v, halves)
-            store_floats(b, b.gep(dst, [ir.IntType(64)(TILE * plane + _ROW * i)]), _words(b, ir, b.shuffle_vector(bits, bits, places)))
-
-
-def _plain_columns(b: Any, ir: Any, dst: Any, src: Any, stride: Any, n_planes: int) -> None:
-    columns = _columns(b, ir, src, stride)
-    for r, (low, high) in enumerate(zip(*(transposed(b, ir, columns[k:k + LANES]) for k in (0, LANES)), strict=True)):
-        for plane, v in enumerate(_column_planes(b, ir, low, high, n_planes)):
-            store_floats(b, b.gep(dst, [ir.IntType(64)(TILE * plane + _ROW * r)]), _words(b, ir, v))
-
-
-@intrinsic("void(ptr, ptr, i64)")
-def turn_columns(b: Any, ir: Any, dst: Any, src: Any, stride: Any) -> None:
-    """turn_floats of rows that stand side by side: value k of all of them is at src + k * stride."""
-    _turn_columns(b, ir, dst, src, stride, 1)
-
-
-@intrinsic("void(ptr, ptr, i64)")
-def turn_columns_split(b: Any, ir: Any, dst: Any, src: Any, stride: Any) -> None:
-    """The same in two planes, a tile apart."""
-    _turn_columns(b, ir, dst, src, stride, 2)
+        bits = b.bitcast(_round(b, ir, columns[2 * i], columns[2 * i + 1]), halves)
+        store_floats(b, b.gep(dst, [ir.IntType(64)(_ROW * i)]), _words(b, ir, b.shuffle_vector(bits, bits, places)))
 
 
 @intrinsic("void(ptr, ptr, i64)")
 def plain_columns(b: Any, ir: Any, dst: Any, src: Any, stride: Any) -> None:
     """A plain tile of 16 rows of 32 float32 that stand side by side, as for turn_columns."""
-    _plain_columns(b, ir, dst, src, stride, 1)
-
-
-@intrinsic("void(ptr, ptr, i64)")
-def plain_columns_split(b: Any, ir: Any, dst: Any, src: Any, stride: Any) -> None:
-    """The same in two planes, a tile apart."""
-    _plain_columns(b, ir, dst, src, stride, 2)
+    columns = _columns(b, ir, src, stride)
+    for r, (low, high) in enumerate(zip(*(transposed(b, ir, columns[k:k + LANES]) for k in (0, LANES)), strict=True)):
+        store_floats(b, b.gep(dst, [ir.IntType(64)(_ROW * r)]), _words(b, ir, _round(b, ir, low, high)))

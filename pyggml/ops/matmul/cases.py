@@ -113,14 +113,13 @@ def _own_cases() -> Iterator[Case]:
     yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(64, 64, 6, 3), note="ssd M x")
     yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(128, 6, 64, 3, perm=(1, 2, 0, 3)), note="ssd state of a chunk")
     yield case(f32(128, 32, 6, 3), f32(128, 2, 64, 3, perm=(0, 2, 1, 3)), note="ssd state times C")
-    for precision in ("split", "bf16"):
-        for k, m, n in ((32, 32, 32), (64, 130, 140), (33, 45, 8), (600, 31, 41), (1100, 20, 9), (31, 40, 40), (64, 32, 7)):
-            yield case(f32(k, m, 2), f32(k, n, 4), precision=precision)
-        yield case(f32(45, 100, 3, perm=(1, 0, 2)), f32(77, 100, 3, perm=(1, 0, 2)), precision=precision, note="both transposed")
-        yield case(f32(3, 45, 70, perm=(2, 1, 0)), f32(3, 77, 70, perm=(2, 1, 0)), precision=precision, note="batch innermost")
-        yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(64, 64, 6, 3), precision=precision, note="ssd M x")
-        yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(128, 6, 64, 3, perm=(1, 2, 0, 3)), precision=precision, note="ssd state of a chunk")
-        yield case(f32(128, 32, 6, 3), f32(128, 2, 64, 3, perm=(0, 2, 1, 3)), precision=precision, note="ssd state times C")
+    for k, m, n in ((32, 32, 32), (64, 130, 140), (33, 45, 8), (600, 31, 41), (1100, 20, 9), (31, 40, 40), (64, 32, 7)):
+        yield case(f32(k, m, 2), f32(k, n, 4), precision="bf16")
+    yield case(f32(45, 100, 3, perm=(1, 0, 2)), f32(77, 100, 3, perm=(1, 0, 2)), precision="bf16", note="both transposed")
+    yield case(f32(3, 45, 70, perm=(2, 1, 0)), f32(3, 77, 70, perm=(2, 1, 0)), precision="bf16", note="batch innermost")
+    yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(64, 64, 6, 3), precision="bf16", note="ssd M x")
+    yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(128, 6, 64, 3, perm=(1, 2, 0, 3)), precision="bf16", note="ssd state of a chunk")
+    yield case(f32(128, 32, 6, 3), f32(128, 2, 64, 3, perm=(0, 2, 1, 3)), precision="bf16", note="ssd state times C")
     yield perf(f32(64, 48, 256, 2, perm=(1, 2, 0, 3)), f32(256, 256, 48, 2), precision="bf16", note="ssd M x")
 
 
@@ -129,7 +128,7 @@ def _mul_mat_errors() -> Iterator[ErrorCase]:
     yield error(DTypeError, "MUL_MAT: a is i32; legal: f32, f16, bf16", i32(4, 2), f32(4, 3))
     yield error(DTypeError, "MUL_MAT: a is iq2_s; legal: f32, f16, bf16", leaf("iq2_s", (256, 2)), f32(256, 3))
     yield error(DTypeError, "MUL_MAT: b is q8_0; legal: f32, f16, bf16", f32(32, 2), leaf("q8_0", (32, 3)))
-    yield error(ParamError, "MUL_MAT: precision 'f16'; legal: None, 'split', 'bf16'", f32(4, 2), f32(4, 3), precision="f16")
+    yield error(ParamError, "MUL_MAT: precision 'f16'; legal: None, 'bf16'", f32(4, 2), f32(4, 3), precision="f16")
     yield error(ShapeError, "a has ne [5, 2, 1, 1] and b [4, 3, 1, 1]; dim 0 must be the same K", f32(5, 2), f32(4, 3))
     yield error(ShapeError, "in dim 2, one of 3 and 4 must divide the other", f32(4, 2, 3), f32(4, 2, 4))
     yield error(ShapeError, "in dim 3, one of 2 and 3 must divide the other", f32(4, 2, 1, 2), f32(4, 2, 1, 3))

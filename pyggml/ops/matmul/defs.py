@@ -12,8 +12,7 @@ from pyggml.tensor import Node, Tensor
 
 ACTIVATION_TYPES = (F32, F16, BF16)
 """Types that `b` may have."""
-PRECISIONS = (None, "split", "bf16")
-LIMITS = {None: 1e-12, "split": 1e-11, "bf16": 1.2e-5}  # NMSE of float32 products
+PRECISIONS = (None, "bf16")
 
 
 @op("MUL_MAT", inputs="a b", limit=1e-12)
@@ -29,7 +28,7 @@ def mul_mat(a: Tensor, b: Tensor, *, precision: str | None = None) -> Spec:
     round b to 16 bits for each 256 values, and of more than 16 columns both sides to bfloat16, where its CPU multiplies that faster
     (`prec="f32"` keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads
     are, one of up to 16 columns and one of more.
-    `precision`: what is kept of float32 factors at least, where a CPU multiplies shorter ones faster: all (None), 16 bits ("split"), 8 ("bf16").
+    `precision`: "bf16" lets a backend round float32 factors to bfloat16 too, where its CPU multiplies that faster.
     Source: ggml_mul_mat; ggml_mul_mat_set_prec.
 
     >>> import numpy as np, pyggml as pg
@@ -58,10 +57,10 @@ def _mul_mat_limit(node: Node) -> float:
     assert a is not None and b is not None
     few = (b.n_rows if a.ne[2] * a.ne[3] == 1 else b.ne[1]) <= 16
     spread = 1 if node.out.n_elements >= 256 else 6 if node.out.n_elements >= 16 else 100
-    if a.dtype is F32 and b.dtype is F32 and node.params["precision"] is not None:
-        return spread * LIMITS[node.params["precision"]]
+    if node.params["precision"] == "bf16" and a.dtype is F32 and b.dtype is F32:
+        return spread * 1.2e-5
     if a.dtype is F32 or b.dtype is not F32 or (few and not a.dtype.is_quantized):
-        return LIMITS[None]
+        return 1e-12
     return spread * (5e-8 if few else 1.2e-5 if a.dtype.is_quantized else 3e-11)
 
 

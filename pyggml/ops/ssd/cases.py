@@ -100,7 +100,7 @@ def _errors() -> Iterator[ErrorCase]:
             yield wrong(DTypeError, f"SSD_SCAN: {arg} is f16; legal: f32", rect, **{arg: leaf("f16", x.ne)})
     yield wrong(DTypeError, "SSD_SCAN: ids is f32; legal: i32", rect, ids=f32(3))
     yield wrong(DTypeError, "SSD_SCAN: cu_seqlens is f32; legal: i32", packed, cu_seqlens=f32(4))
-    yield error(ParamError, "SSD_SCAN: precision 'f16'; legal: f32, split, bf16", *rect.values(), precision="f16")
+    yield error(ParamError, "SSD_SCAN: precision 'f16'; legal: f32, bf16", *rect.values(), precision="f16")
     for bad in (0, -1, 2.5, True, "64"):
         yield error(ParamError, f"SSD_SCAN: chunk {bad!r}; legal: None or a whole number >= 1", *rect.values(), chunk=bad)
     yield wrong(ShapeError, "x has ne [32, 20, 7, 3]; s has head_dim 16, n_head 20: x must be [16, 20, n_tok, n_seqs]", rect, x=f32(32, 20, 7, 3))

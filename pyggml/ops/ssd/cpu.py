@@ -83,7 +83,7 @@ from pyggml.ops.ssd.operands import (
 from pyggml.registry import kernel
 from pyggml.tensor import Node
 
-MAX_CHUNK, CHUNK = 256, {"f32": 32, "split": 32, "bf16": 64}  # tokens: the most, and by default, which was fastest of 16 to 256
+MAX_CHUNK, CHUNK = 256, {"f32": 32, "bf16": 64}  # tokens: the most, and by default, which was fastest of 16 to 256
 HEADS, MIN_ITEMS, STATE_BYTES = 8, 8, 512 << 10  # of an item: heads, fewer where there are few items or the states are large
 NEAR = 32.0  # exp of it times any product CB of sane inputs is still a float32
 WORD, TILES = 1, False  # elements of an operand in 32 bits: 1 float32 or 2 bfloat16; whether products are made in AMX tiles; bound
