@@ -3,8 +3,8 @@
     python benches/crossover.py --plot docs/reports/crossover --json crossover.jsonl --readme README.md > docs/reports/crossover.md
     python benches/crossover.py --from crossover.jsonl --plot docs/reports/crossover --readme README.md > docs/reports/crossover.md
 
-The product, from x, B, C and the step sizes to y (with softplus and the skip D x) and the state, in these forms: SSM_SCAN; the ssd graph;
-SSD_SCAN in f32 and bf16; the graph of llama.cpp PR 16982, one sub-graph per chunk; ggml's own SSM_SCAN where its library is found (--peer-lib).
+The product, from x, B, C and the step sizes to y (with softplus and the skip D x) and the state, in these forms: SSM_SCAN; the ssd graph
+and SSD_SCAN, each in f32 and bf16; the graph of llama.cpp PR 16982, one sub-graph per chunk; ggml's own SSM_SCAN where its library is found (--peer-lib).
 The chunk is never longer than the ubatch. Errors are NMSE against the float64 recurrence. What needs more plan memory or nodes than the limits
 say is left out, and the report says so. The model: tokens per second of prompts in graphs of each ubatch; SSM_SCAN as a no-op is the ceiling.
 """
@@ -29,6 +29,7 @@ from pyggml.backends import Backend, open_backend
 from pyggml.backends.cpu import CpuBackend, SharedMemory
 from pyggml.models import demo_path, load_model
 from pyggml.ops.ssd.cpu import MAX_CHUNK
+from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.testing import nmse
 from pyggml.tools.benchcases import Case, Settings, ranges
 from pyggml.tools.benchrun import ModelLane, take_turns
@@ -38,7 +39,7 @@ from pyggml.tools.records import Row
 
 REPEAT_TOKENS = 512  # a sample of few tokens is as many runs as come to this number
 MODEL_PROMPT = 512  # tokens of the model's prompts, or the ubatch where that is longer
-MODEL_FORMS = (("scan", "f32"), ("ssd", "f32"), ("ssd-fused", "f32"), ("ssd-fused", "bf16"))
+MODEL_FORMS = (("scan", "f32"), *itertools.product(("ssd", "ssd-fused"), SSD_PRECISIONS))
 QUICK = {"ubatch": [1, 8, 64, 256], "chunk": [16, 64], "runs": 3, "model_runs": 3}
 
 
@@ -61,12 +62,11 @@ def ways(ubatch: int, chunks: Sequence[int], cpu: Backend, ggml: Backend | None)
     """All ways to make the product of so many tokens."""
     yield Way("scan", None, scan, cpu)
     sizes = sorted({min(q, ubatch) for q in chunks})
-    for q in sizes:
-        yield Way("ssd", q, ssd(q), cpu)
-    for precision in ("f32", "bf16"):
-        for q in sizes:
-            if q <= MAX_CHUNK:
-                yield Way(f"ssd-fused, {precision}", q, ssd_fused(q, precision), cpu)
+    for name, make, most in (("ssd", ssd, ubatch), ("ssd-fused", ssd_fused, MAX_CHUNK)):
+        for precision in SSD_PRECISIONS:
+            for q in sizes:
+                if q <= most:
+                    yield Way(f"{name}, {precision}", q, make(q, precision), cpu)
     for q in sizes:
         yield Way("PR 16982", q, unrolled(q), cpu)
     if ggml is not None:
@@ -115,7 +115,7 @@ def model_rows(args: argparse.Namespace) -> Iterator[Row]:
         n = max(ubatch, MODEL_PROMPT)
         for form, precision in MODEL_FORMS:
             settings = Settings(args.model, n, ubatch, args.threads, args.threads, "f16", "f16", "f32", "f32", form, None, "cpu", ssd_precision=precision)
-            name = f"{form}, {precision}" if form == "ssd-fused" else form
+            name = form if form == "scan" else f"{form}, {precision}"
             for label, variant in ((name, None), *([(f"{name}, noop SSM_SCAN", free)] if form == "scan" else [])):
                 lanes[label] = ModelLane(model, Case(settings, n, 0), arena, variant)
         for lane in lanes.values():

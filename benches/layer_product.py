@@ -104,7 +104,7 @@ def scan(o: Operands) -> tuple[Tensor, Tensor]:
     return pg.add(y, pg.mul(o.x, o.D)), state
 
 
-def ssd(chunk: int) -> Form:
+def ssd(chunk: int, precision: str = "f32") -> Form:
     """pyggml's graph of primitive ops, batched over chunks."""
     def form(o: Operands) -> tuple[Tensor, Tensor]:
         n = o.x.ne[2]
@@ -112,12 +112,12 @@ def ssd(chunk: int) -> Form:
         act, delta = o.rows, pg.softplus(o.dt)
         if more:  # a padded step has dt 0: it decays by 1 and adds nothing
             act, delta = pg.pad(act, 0, more), pg.pad(delta, 0, more)
-        y, state = ssd_graph(act, delta, o.A, o.D, o.s, o.B.ne[1], chunk)
+        y, state = ssd_graph(act, delta, o.A, o.D, o.s, o.B.ne[1], chunk, precision=precision)
         return pg.view(y, list(o.x.ne), list(y.nb[1:])), state
     return form
 
 
-def ssd_fused(chunk: int | None, precision: str) -> Form:
+def ssd_fused(chunk: int | None, precision: str = "f32") -> Form:
     """SSD_SCAN."""
     return lambda o: pg.ssd_scan(*o.scan, None, o.D, chunk=chunk, precision=precision)
 
