@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,11 +222,12 @@ def open_ggml(threads: int, folder: str | None) -> Backend | None:
 
 
 def provenance(threads: int) -> str:
-    """Machine, version, commit (where git knows it) and threads, for the head of a report."""
+    """Machine, version, commit (where git knows it), threads and how busy the machine was before, for the head of a report."""
     machine = describe()
+    load = f", load {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
     try:
         found = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         found = ""
     commit = f", commit {found}" if found else ""
-    return f"{machine['cpu']}, {machine['cores']} cores, level {machine['level']}; pyggml {pg.__version__}{commit}; {threads} threads"
+    return f"{machine['cpu']}, {machine['cores']} cores, level {machine['level']}; pyggml {pg.__version__}{commit}; {threads} threads{load}"
