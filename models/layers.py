@@ -108,7 +108,7 @@ def attention(w: LayerWeights, x: Tensor, inp: GraphInputs, mem: Memory, il: int
 
 def _heads(cache: Tensor, d: int, n_head: int, n_kv: int) -> Tensor:
     """The first n_kv cells of a cache, a head a row: [d, n_head, n_kv]."""
-    return view(cache, [d, n_head, n_kv], [d * cache.dtype.nbytes, cache.nb[1]])
+    return view(cache, [d, n_head, n_kv], [cache.dtype.row_bytes(d), cache.nb[1]])
 
 
 def head(w: LayerWeights, x: Tensor, inp: GraphInputs, eps: float, logit_scale: float | None = None) -> Tensor:

@@ -475,7 +475,7 @@ def test_errors_are_one_line(args: list[str], message: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("args", "message"), [
-    (["-p", "8-4"], "never ends"), (["-pg", "5"], "PROMPT,GEN"), (["-ctk", "q8_0"], "legal: f32, f16, bf16"), (["--backend", "null"], "legal: cpu"),
+    (["-p", "8-4"], "never ends"), (["-pg", "5"], "PROMPT,GEN"), (["-ctk", "q4_0"], "legal: f32, f16, bf16, q8_0"), (["--backend", "null"], "legal: cpu"),
     (["--mamba2", "conv"], "legal: auto, scan, ssd"),
 ])
 def test_wrong_usage(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from pyggml.backends.base import PRECISIONS
 from pyggml.cpu.level import n_cores
 from pyggml.models import demo_path
 from pyggml.models.layers import FORMS
-from pyggml.models.loader import CACHE_TYPES
+from pyggml.models.loader import CACHE_TYPES, KV_TYPES
 from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.tools.common import attention, chunk, form, precision, whole
 
@@ -201,8 +201,8 @@ def context_lists(p: argparse.ArgumentParser, per_prompt: bool = False) -> None:
         several(p, "-ub", "--ubatch-size", kind=ranges(1), metavar="N,..", text="tokens per graph (512)")
     several(p, "-t", "--threads", kind=ranges(1), metavar="N,..", text="threads (all cores)")
     several(p, "-tb", "--threads-batch", kind=ranges(1), metavar="N,..", text="threads for graphs of several tokens per sequence (as -t)")
-    several(p, "-ctk", "--cache-type-k", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(CACHE_TYPES)} (f16)")
-    several(p, "-ctv", "--cache-type-v", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the V cache (f16)")
+    several(p, "-ctk", "--cache-type-k", kind=each(word(*KV_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(KV_TYPES)} (f16)")
+    several(p, "-ctv", "--cache-type-v", kind=each(word(*KV_TYPES)), metavar="TYPE,..", text="types of the V cache (f16)")
     several(p, "--prec", kind=each(word(*PRECISIONS)), metavar="PREC,..", text="auto, or f32: no kernel rounds what it reads (auto)")
     p.add_argument("-fa", "--flash-attn", action="extend", nargs="?", const=["on"], type=each(attention), metavar="on|off|auto,..",
                    help="attention as one op: on, off, or where the backend has it (auto)")
