@@ -127,12 +127,26 @@ def model_rows(args: argparse.Namespace) -> Iterator[Row]:
             lane.ctx.close()
 
 
+def public(given: Sequence[str]) -> Iterator[str]:
+    """The options that change what is measured; folders and files of one machine are left out."""
+    words = iter(given)
+    for word in words:
+        option, equals, _ = word.partition("=")
+        if option in ("--json", "--plot", "--readme", "--peer-lib"):
+            if not equals:
+                next(words, None)
+            if option == "--peer-lib":
+                yield "--peer-lib FOLDER"
+        else:
+            yield word
+
+
 def about(args: argparse.Namespace) -> Row:
     """What was asked for, and of what machine."""
-    given = ["FOLDER" if word == args.peer_lib else word for word in args.given]
     return {"kind": "about", "where": f"{provenance(args.threads)}, medians of {args.runs} alternating runs.",
-            "command": " ".join(["python benches/crossover.py", *given]), "limits": f"--max-plan {args.max_plan} (MiB), --max-nodes {args.max_nodes}",
-            "shape": str(args.shape), "model": Path(args.model).name, "model_runs": args.model_runs, "model_prompt": MODEL_PROMPT, "max_fused_chunk": MAX_CHUNK}
+            "command": " ".join(["python benches/crossover.py", *public(args.given)]), "limits": f"--max-plan {args.max_plan} (MiB), --max-nodes {args.max_nodes}",
+            "shape": str(args.shape), "max_fused_chunk": MAX_CHUNK, "model": Path(args.model).name, "model_runs": args.model_runs,
+            "model_prompt": MODEL_PROMPT}
 
 
 def noted(rows: Iterable[Row], kept: TextIO) -> Iterator[Row]:

@@ -171,12 +171,12 @@ def report(rows: Sequence[Row], plot: str | None) -> Iterator[str]:
 
 
 def section(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines of the README's section."""
-    about, product = of_kind(rows, "about")[0], of_kind(rows, "product")
+    """Lines of the README's section, which is on pyggml's forms and the unrolled graph."""
+    about, product = of_kind(rows, "about")[0], [r for r in of_kind(rows, "product") if not r["form"].startswith("ggml")]
     ubatches = [n for n in README_UBATCHES if n in {r["ubatch"] for r in product}]
     yield from ("### Where the chunked form pays", "",
                 f"Microseconds per token of one layer's product (d_state, head_dim, n_head, n_group {about['shape']}), of the fastest chunk, which stands in",
-                "brackets:", "", *markdown(by_ubatch(product, ubatches)), "", *(f"{line}  " for line in ahead(speeds(best(product)))), "",
+                "brackets:", "", *markdown(by_ubatch(product, ubatches)), "", *(f"- {line}" for line in ahead(speeds(best(product)))), "",
                 "![product of one layer by ubatch](docs/reports/crossover.png)", "", "```sh", about["command"], "```", "",
                 f"{about['where']} By chunk, with nodes, errors and the whole model: [docs/reports/crossover.md](docs/reports/crossover.md).")
 

@@ -9,6 +9,7 @@ attention reads what the cache holds, and its mask is a row of that length per t
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +88,7 @@ def main() -> None:
     p.add_argument("-t", "--threads", type=whole(1, 256), default=2, metavar="N", help="threads (2)")
     args = p.parse_args()
     print(f"# A long prompt by position\n\n{provenance(args.threads)}. {args.mamba2}, {args.prompt} tokens in graphs of {args.ubatch}. "
-          "`python benches/long_prompt.py`")
+          f"`{' '.join(['python benches/long_prompt.py', *sys.argv[1:]])}`")
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
             path = name
