@@ -144,7 +144,8 @@ def public(given: Sequence[str]) -> Iterator[str]:
 def about(args: argparse.Namespace) -> Row:
     """What was asked for, and of what machine."""
     return {"kind": "about", "where": f"{provenance(args.threads)}, medians of {args.runs} alternating runs.",
-            "command": " ".join(["python benches/crossover.py", *public(args.given)]), "limits": f"--max-plan {args.max_plan} (MiB), --max-nodes {args.max_nodes}",
+            "command": " ".join(["python benches/crossover.py", *public(args.given)]),
+            "limits": f"--max-plan {args.max_plan} (MiB), --max-nodes {args.max_nodes}",
             "shape": str(args.shape), "max_fused_chunk": MAX_CHUNK, "model": Path(args.model).name, "model_runs": args.model_runs,
             "model_prompt": MODEL_PROMPT}
 
