@@ -19,7 +19,8 @@ ALIGN = 64
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One kernel launch: the nodes it computes (more than one when fused), what it reads and writes, and the kernel's name."""
+    """One kernel launch: the nodes it computes (more than one when fused), what it reads and writes, and the kernel's name. `parts`: the
+    steps of a region, which this one runs slice by slice."""
 
     nodes: list[Node]
     ins: list[Tensor | None]
@@ -27,6 +28,7 @@ class Step:
     kernel: Any = None
     kernel_name: str = ""
     scratch: int = 0
+    parts: list[Step] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -73,7 +75,7 @@ def _place(plan: Plan, reuse: bool, guard: int) -> None:
     never = len(plan.steps)
     for t in (*plan.graph.outputs, *plan.graph.inputs):
         last_use[id(t.root)] = never
-    arena = _Arena(guard)
+    arena = Arena(guard)
     for t in plan.graph.inputs:
         plan.offsets[id(t.root)] = arena.take(storage_bytes(t.root) + guard)
     expiring: dict[int, list[Tensor]] = {}
@@ -94,7 +96,7 @@ def storage_bytes(t: Tensor) -> int:
     return -(-t.nbytes // ALIGN) * ALIGN
 
 
-class _Arena:
+class Arena:
     """Offsets in a growing arena: best fit among the free ranges (offset, size), neighbours of which are merged."""
 
     def __init__(self, start: int) -> None:

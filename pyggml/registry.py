@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,6 +123,8 @@ class OpDef:
         self._cases: Callable[[], Iterator[Any]] | None = None
         self._errors: Callable[[], Iterator[Any]] | None = None
         self._random: Callable[[Any], Any] | None = None
+        self._slices: Callable[[Node], Iterable[int]] | None = None
+        self.grouped = False
         self.form: Any = None  # how a case is written in ggml's own variables (pyggml.cases.form)
         sig = inspect.signature(rule)
         self.__doc__ = rule.__doc__
@@ -196,6 +198,19 @@ class OpDef:
         """Attach a drawer of random legal cases: from a pyggml.cases.Draw to a case."""
         self._random = fn
         return fn
+
+    def slices(self, fn: Callable[[Node], Iterable[int]], *, grouped: bool = False) -> Callable[[Node], Iterable[int]]:
+        """Attach along which dims of its output a node can be computed slice by slice, with the same bits: elements [i, i + n) of such a dim come
+        from the same elements of that dim in every input, or from all of it where it has one. `grouped`: an input may also have fewer, of
+        which element i * its length // the output's is read. Without it, pointwise ops are taken apart along any dim and others along none."""
+        self._slices, self.grouped = fn, grouped
+        return fn
+
+    def sliceable(self, node: Node) -> tuple[int, ...]:
+        """The dims of `slices`; dim 0 is never one, as rows are what kernels are fast on."""
+        if self._slices is not None:
+            return tuple(d for d in self._slices(node) if d > 0)
+        return (1, 2, 3) if self.pointwise is not None and self.pointwise.select is None else ()
 
     @property
     def has_reference(self) -> bool:

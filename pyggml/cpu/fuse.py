@@ -222,7 +222,9 @@ def _dims(out: Tensor, ins: Sequence[Tensor]) -> list[_Dim]:
             dims[-1] = _Dim(last.n * n, last.nb, tuple(m * n for m in last.own))
         else:
             dims.append(dim)
-    return dims or [_Dim(1, (out.dtype.nbytes, *(0 for _ in ins)), (1,) * (1 + len(ins)))]
+    if not dims or dims[0].nb[0] != out.dtype.nbytes:  # a slice of a result need not have neighbours: it is stored one by one
+        dims.insert(0, _Dim(1, (out.dtype.nbytes, *(0 for _ in ins)), (1,) * (1 + len(ins))))
+    return dims
 
 
 def _as_loops(t: Tensor, dims: Sequence[_Dim], k: int) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pyggml.cpu.launch import items_wanted
 from pyggml.cpu.simd import F0, LOAD, Helper, at, copy_bytes, helper, intrinsic, ld_f32, st_f32, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
 from pyggml.dtypes import F32
@@ -28,7 +29,7 @@ from pyggml.tensor import Node, Tensor
 ROW = (K_BLOCK + LANES) * 4  # 4 + 4 rows of it fit in 32 KB; bytes of a packed row: no power of two, so that rows do not share cache sets
 M_BLOCK, N_BLOCK = 64, 512
 N_PACK = 16  # rows of b packed at a time
-MIN_ITEMS, CHUNK_PRODUCTS = 16, 65536
+CHUNK_PRODUCTS = 65536
 
 
 # Tiles
@@ -146,9 +147,9 @@ def _blocks(node: Node) -> tuple[int, int]:
     def items() -> int:
         return -(-m // mb) * -(-n // nb) * b2 * b3
 
-    while items() < MIN_ITEMS and nb > 32:
+    while items() < items_wanted() and nb > 32:
         nb //= 2
-    while items() < MIN_ITEMS and mb > LANES:
+    while items() < items_wanted() and mb > LANES:
         mb //= 2
     return mb, nb
 
@@ -308,9 +309,9 @@ def _panel_blocks(node: Node) -> tuple[int, int]:
     """Rows and columns of an item, from the shape alone: smaller until there are items for some threads."""
     m, n, b2, b3 = node.out.ne
     mb, nb = P_BLOCK, N_BLOCK
-    while -(-m // mb) * -(-n // nb) * b2 * b3 < MIN_ITEMS and nb > B_COLS:
+    while -(-m // mb) * -(-n // nb) * b2 * b3 < items_wanted() and nb > B_COLS:
         nb //= 2
-    while -(-m // mb) * -(-n // nb) * b2 * b3 < MIN_ITEMS and mb > P_ROWS:
+    while -(-m // mb) * -(-n // nb) * b2 * b3 < items_wanted() and mb > P_ROWS:
         mb //= 2
     return mb, nb
 

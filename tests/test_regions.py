@@ -1,0 +1,175 @@
+"""Regions: the bits of steps run slice by slice are those of the steps run whole, on any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pyggml as pg
+from pyggml.backends import cpu as cpu_backend
+from pyggml.backends import open_backend
+from pyggml.cases import Case, all_cases
+from pyggml.cpu import regions
+from pyggml.cpu.regions import Region, all_cut, can_be_cut, form_regions
+from pyggml.cpu.simd import bad_index, ld_f32, st_f32
+from pyggml.cpu.slices import Axis, axis_of, cut, dims_along, packed
+from pyggml.errors import KernelError, UnsupportedOp
+from pyggml.graph import Graph
+from pyggml.guards import stored_values
+from pyggml.models.ssd import ssd_graph
+from pyggml.plan import Plan, Step
+from pyggml.tensor import Tensor
+from strategies import batches
+
+Values = dict[Tensor, np.ndarray]
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions however little they save."""
+    monkeypatch.setattr(regions, "LARGE", 1)
+    monkeypatch.setattr(regions, "WORTH", 1)
+
+
+def results(outs: Sequence[Tensor], values: Values, **options: Any) -> tuple[list[bytes], Plan]:
+    """Bytes of a graph's outputs, and its plan."""
+    runner = open_backend("cpu", poison=True, **options).compile(Graph(outs))
+    for t, v in values.items():
+        runner.set(t, v)
+    runner.run()
+    return [runner.get(t).tobytes() for t in outs], runner.plan
+
+
+def parts(plan: Plan) -> list[list[str]]:
+    """The ops of each region's steps."""
+    return [["+".join(n.op.name for n in s.nodes) for s in step.parts] for step in plan.steps if step.parts]
+
+
+def same_bits(outs: Sequence[Tensor], values: Values, threads: Sequence[int] = (1, 2, 7)) -> Plan:
+    """The plan with regions, whose results are checked against those without."""
+    want, whole = results(outs, values, threads=1, strips=False)
+    assert not parts(whole)
+    for n in threads:
+        got, plan = results(outs, values, threads=n)
+        assert got == want, f"{n} threads: {parts(plan)}"
+    return results(outs, values, threads=1)[1]
+
+
+def normal(t: Tensor, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(t.ne[::-1]).astype(np.float32)
+
+
+# Slices of tensors
+
+
+def elements(t: Tensor) -> np.ndarray:
+    """Where each element of a tensor lies, in NumPy order."""
+    at = np.full(t.ne[::-1], t.offs)
+    for d in range(4):
+        at += np.arange(t.ne[d]).reshape([-1 if 3 - d == axis else 1 for axis in range(4)]) * t.nb[d]
+    return at
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=4, max_size=4), st.integers(1, 3), st.permutations(range(4)), st.data())
+def test_views_that_follow_an_axis_have_the_same_slices(ne: list[int], dim: int, order: list[int], data: st.DataObject) -> None:
+    """Against the places of every element: slice i of the view touches what slice i of the memory holds, all of it or some."""
+    if ne[dim] == 1:
+        return
+    root = pg.tensor(ne)
+    t: Any = pg.permute(root, *order)
+    if data.draw(st.booleans()) and t.is_contiguous:
+        t = pg.reshape(t, [t.ne[0] * t.ne[1], t.ne[2], t.ne[3]])
+    if data.draw(st.booleans()):
+        d = data.draw(st.integers(0, 3))
+        first = data.draw(st.integers(0, t.ne[d] - 1))
+        t = pg.view(t, [n - first * (k == d) for k, n in enumerate(t.ne)], list(t.nb[1:]) if t.nb[0] == 4 else None, first * t.nb[d]) if t.nb[0] == 4 else t
+    axis = axis_of(root, (dim,))
+    assert axis is not None
+    dims = dims_along(t, axis)
+    index = elements(t) // axis.stride % axis.length
+    if dims is None:
+        return
+    assert len(dims) == 1 and t.ne[dims[0]] == axis.length
+    want = np.arange(axis.length).reshape([-1 if 3 - dims[0] == k else 1 for k in range(4)])
+    assert np.array_equal(index, np.broadcast_to(want, index.shape))
+    for size in (1, axis.length):
+        c = cut(t, t.ne, dims, size, False)
+        assert c is not None
+        small = Tensor(root.dtype, tuple(size if d == dim else n for d, n in enumerate(root.ne)))  # type: ignore[arg-type]
+        view = packed(t, axis, size, small, c.ne)
+        numbers = np.arange(root.n_elements).reshape(root.ne[::-1])
+        kept = np.take(numbers, range(size), axis=3 - dim).reshape(-1)  # what slice 0 holds, in its own memory
+        assert np.array_equal(kept[elements(view) // 4], np.take(elements(t) // 4, range(size), axis=3 - dims[0]))
+
+
+def test_two_dims_of_one_axis() -> None:
+    """Heads split into groups and heads of a group: cut within groups; what a group shares is passed on from group to group."""
+    heads = pg.tensor([8, 12, 5])
+    axis = axis_of(heads, (1,))
+    assert axis == Axis(32, 12)
+    split = pg.reshape(heads, [8, 4, 3, 5])
+    assert dims_along(split, axis) == (1, 2)
+    assert cut(split, split.ne, (1, 2), 2, False) == ((8, 2, 1, 5), 64, 1)
+    assert cut(split, split.ne, (1, 2), 3, False) is None
+    shared = pg.tensor([8, 1, 3, 5])
+    assert cut(shared, split.ne, (1, 2), 2, False) == ((8, 1, 1, 5), 32, 2)
+    assert cut(pg.tensor([8, 4, 1, 5]), split.ne, (1, 2), 2, False) is None
+    groups = pg.tensor([8, 3, 5])
+    assert cut(groups, heads.ne, (1,), 2, True) == ((8, 1, 5, 1), 32, 2)
+    assert cut(groups, heads.ne, (1,), 8, True) == ((8, 2, 5, 1), 64, 1)
+    assert cut(groups, heads.ne, (1,), 3, True) is None
+    assert cut(groups, heads.ne, (1,), 2, False) is None
+    assert dims_along(pg.view(heads, [8, 11, 5], list(heads.nb[1:3]), 32), axis) is None
+    assert dims_along(pg.reshape(heads, [96, 5]), axis) is None
+
+
+# Ops
+
+
+def whole_step_regions(dim: int, size: int) -> Callable[..., list[Step]]:
+    """In place of form_regions: each step by itself, cut along one dim."""
+    def form(graph: Graph, steps: list[Step], takes: Callable[..., bool], threads: int) -> list[Step]:
+        made = []
+        for s in steps:
+            region = Region([s], [(dim,)], {}, set(), s.outs[0].ne[dim], size)
+            ok = can_be_cut(s, (dim,)) and s.outs[0].ne[dim] % size == 0 and takes(s, (dim,)) and all_cut(region, size)
+            made.append(Step(s.nodes, s.ins, s.outs, kernel=region, parts=[s]) if ok else s)
+        return made
+    return form
+
+
+CUT = [c for c in all_cases() if not c.perf and c.node().out.n_elements < 1 << 18 and any(c.node().out.ne[d] > 1 for d in c.op.sliceable(c.node()))]
+
+
+def test_ops_that_are_cut() -> None:
+    """Every op that claims to be has cases here."""
+    assert {c.op.name for c in CUT} >= {"MUL_MAT", "CUMSUM", "SUM_ROWS", "MEAN", "RMS_NORM", "NORM", "SOFT_MAX", "TRI", "CONT", "CONCAT", "REPEAT",
+                                        "REPEAT_INTERLEAVE", "PAD", "ADD", "MUL", "EXP", "CAST", "SWIGLU", "FILL"}
+
+
+@pytest.mark.parametrize("cases", batches(CUT))
+def test_slices_have_the_bits_of_the_whole(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each op, along each dim that it says it can be cut along."""
+    for case in cases:
+        node = case.node()
+        try:
+            want = one_case(case, threads=1, strips=False)
+        except UnsupportedOp:
+            continue
+        for d in node.op.sliceable(node):
+            n = node.out.ne[d]
+            for size in {1, max(s for s in range(1, n) if n % s == 0)} if n > 1 else ():
+                monkeypatch.setattr(cpu_backend, "form_regions", whole_step_regions(d, size))
+                assert one_case(case, threads=2) == want, (str(case), d, size)
+
+
+def one_case(case: Case, **options: Any) -> list[bytes]:
+    ins, outs = case.build(1)
+    given = zip(ins, stored_values(case, 1), strict=True)
+    return results(outs, {t: v for t, v in given if t is not None and v is not None and t.data is None}, **options)[0]
