@@ -21,6 +21,8 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -340,6 +342,24 @@ def kernel(op_name: str, backend: str, *, when: Callable[[Node], str | None] | N
         return fn
 
     return register
+
+
+_items_wanted: ContextVar[int] = ContextVar("items_wanted", default=16)
+
+
+def items_wanted() -> int:
+    """Items into which a kernel should cut its work where each costs something of its own: enough for some threads, or one."""
+    return _items_wanted.get()
+
+
+@contextmanager
+def for_one_thread() -> Iterator[None]:
+    """Launches made inside are run by one thread, whatever their number of items."""
+    token = _items_wanted.set(1)
+    try:
+        yield
+    finally:
+        _items_wanted.reset(token)
 
 
 def find_op(name: str) -> OpDef:

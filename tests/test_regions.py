@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from strategies import batches
 
 import pyggml as pg
 from pyggml.backends import cpu as cpu_backend
 from pyggml.backends import open_backend
 from pyggml.cases import Case, all_cases
 from pyggml.cpu import regions
-from pyggml.cpu.regions import Region, all_cut, can_be_cut, form_regions
-from pyggml.cpu.simd import bad_index, ld_f32, st_f32
+from pyggml.cpu.regions import Region, all_cut, can_be_cut
+from pyggml.cpu.simd import at, bad_index, ld_f32, st_f32
 from pyggml.cpu.slices import Axis, axis_of, cut, dims_along, packed
 from pyggml.errors import KernelError, UnsupportedOp
 from pyggml.graph import Graph
@@ -24,7 +25,6 @@ from pyggml.guards import stored_values
 from pyggml.models.ssd import ssd_graph
 from pyggml.plan import Plan, Step
 from pyggml.tensor import Tensor
-from strategies import batches
 
 Values = dict[Tensor, np.ndarray]
 
@@ -173,3 +173,148 @@ def one_case(case: Case, **options: Any) -> list[bytes]:
     ins, outs = case.build(1)
     given = zip(ins, stored_values(case, 1), strict=True)
     return results(outs, {t: v for t, v in given if t is not None and v is not None and t.data is None}, **options)[0]
+
+
+# Graphs
+
+
+def ssd(n_tokens: int, n_seqs: int, chunk: int, n_group: int, n_head: int = 12) -> tuple[list[Tensor], Values]:
+    """The chunked state-space product in primitive ops, and values of its inputs."""
+    d_state, head_dim = 32, 16
+    act = pg.tensor([head_dim * n_head + 2 * n_group * d_state, n_tokens, n_seqs], name="act")
+    dt, a, d = pg.tensor([n_head, n_tokens, n_seqs]), pg.tensor([1, n_head]), pg.tensor([1, n_head])
+    state = pg.tensor([d_state, head_dim, n_head, n_seqs])
+    values = {t: normal(t, i) for i, t in enumerate((act, dt, a, d, state))}
+    values[dt], values[a] = np.abs(values[dt]) * 0.1, -np.abs(values[a])
+    return list(ssd_graph(act, dt, a, d, state, n_group, chunk)), values
+
+
+@pytest.mark.parametrize(("n_seqs", "n_group"), [(1, 1), (3, 1), (2, 3), (1, 12)], ids=str)
+def test_ssd(n_seqs: int, n_group: int, eager: None) -> None:
+    """All products of a head in one region, whatever heads share a group."""
+    plan = same_bits(*ssd(128, n_seqs, 16, n_group))
+    assert sum(s == "MUL_MAT" for region in parts(plan) for s in region) >= 4, parts(plan)
+
+
+def test_large_ssd() -> None:
+    """With the thresholds as they are; the values between the products take no memory of the arena."""
+    outs, values = ssd(2048, 1, 64, 1)
+    plan = same_bits(outs, values)
+    assert len(parts(plan)) == 1 and plan.arena_bytes < results(outs, values, threads=1, strips=False)[1].arena_bytes / 2
+    assert not parts(same_bits(*ssd(64, 1, 64, 1)))  # too small to be worth it
+
+
+def test_attention(eager: None) -> None:
+    """Scores, softmax and values of a head, of heads that share keys, with a mask for all of them."""
+    q, k, v = pg.tensor([32, 40, 6]), pg.tensor([32, 40, 2]), pg.tensor([32, 40, 2])
+    mask = pg.tensor([40, 40])
+    p = pg.soft_max(pg.mul_mat(k, q), mask, scale=0.2)
+    out = pg.cont(pg.permute(pg.mul_mat(pg.permute(v, 1, 0, 2, 3), p), 0, 2, 1, 3))
+    values = {t: normal(t, i) for i, t in enumerate((q, k, v, mask))}
+    assert parts(same_bits([out], values)) == [["MUL_MAT", "SOFT_MAX", "MUL_MAT", "CONT"]]
+
+
+def test_a_sum_along_the_axis_ends_a_region(eager: None) -> None:
+    """Two regions with the sum between them; a value that both read, and one that is an output, are whole."""
+    x, y = pg.tensor([16, 8, 24]), pg.tensor([16, 8, 24])
+    both = pg.exp(pg.mul_mat(x, y))
+    first = pg.mul_mat(both, both)
+    total = pg.cumsum(first, dim=2)
+    last = pg.mul_mat(pg.cont(pg.permute(total, 1, 0, 2, 3)), both)
+    plan = same_bits([last, first], {x: normal(x, 1) * 0.1, y: normal(y, 2) * 0.1})
+    assert [s.nodes[0].op.name for s in plan.steps if not s.parts] == ["CUMSUM"] and len(parts(plan)) == 2, parts(plan)
+
+
+def test_no_step_passes_a_write_in_place(eager: None) -> None:
+    """What was read before a write and after it stays apart."""
+    pool = pg.tensor(np.ones((4, 8, 16), np.float32), name="pool")
+    x = pg.tensor([16, 8, 4])
+    before = pg.rms_norm(pg.mul(pool, x))
+    stored = pg.cpy(pg.scale(x, 2.0), pool)
+    after = pg.rms_norm(pg.mul(stored, before))
+    last = pg.cumsum(after)
+    runner = open_backend("cpu", threads=2).compile(Graph([last, before]))
+    assert len(parts(runner.plan)) == 2
+    value = normal(x)
+    runner.set(x, value)
+    runner.run()
+
+    def norm(v: Any) -> Any:
+        return v / np.sqrt(np.mean(v * v, axis=-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(runner.get(before), norm(value.astype(np.float64)), rtol=1e-5)
+    wide = value.astype(np.float64)
+    np.testing.assert_allclose(runner.get(last), np.cumsum(norm(2 * wide * norm(wide)), axis=-1), rtol=1e-4, atol=1e-5)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[list[Tensor], Values]:
+    """Products, sums, copies and pointwise ops over tensors of one shape, [8, 8, heads, chunks], with some of the results as outputs."""
+    heads, chunks = draw(st.sampled_from([2, 4, 6])), draw(st.sampled_from([1, 3]))
+    ins = [pg.tensor([8, 8, heads, chunks], name=f"in{i}") for i in range(2)] + [pg.tensor([8, 8, 1, chunks], name="shared")]
+    found: list[Tensor] = list(ins)
+    for _ in range(draw(st.integers(3, 9))):
+        x, y = (found[draw(st.integers(0, len(found) - 1))] for _ in range(2))
+        x, y = (y, x) if x.ne[2] < y.ne[2] else (x, y)
+        match draw(st.integers(0, 7)):
+            case 0 | 1:
+                new = pg.mul_mat(y, x)
+            case 2:
+                new = pg.mul_mat(pg.permute(x, 1, 0, 2, 3), pg.permute(x, 1, 0, 2, 3))
+            case 3:
+                new = pg.mul(pg.tanh(x), y)
+            case 4:
+                new = pg.cumsum(x, dim=draw(st.integers(0, 3)))
+            case 5:
+                new = pg.cont(pg.permute(x, 1, 0, 2, 3))
+            case 6:
+                new = pg.rms_norm(x)
+            case _:
+                n = x.ne[2]
+                new = pg.reshape(pg.scale(pg.reshape(x, [64, n // 2, 2, chunks] if n > 1 else [64, 1, 1, chunks]), 0.5), [8, 8, n, chunks])
+        found.append(new)
+    kept = draw(st.lists(st.sampled_from(found[3:]), max_size=2, unique=True))
+    outs = [pg.rms_norm(found[-1]), *(t for t in kept if t is not found[-1])]
+    leaves = Graph(outs).inputs
+    return outs, {t: normal(t, i) for i, t in enumerate(leaves)}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(graphs())
+def test_any_graph(eager: None, drawn: tuple[list[Tensor], Values]) -> None:
+    """The same bits as without regions."""
+    same_bits(*drawn, threads=(1, 3))
+
+
+# Errors
+
+
+def test_an_error_inside_names_the_node(eager: None) -> None:
+    """Not the region, of which its step is a part."""
+    @pg.op("CHECKED", inputs="x")
+    def checked(x: Tensor) -> Any:
+        return pg.Spec(x.dtype, x.ne)
+
+    @pg.kernel("CHECKED", "cpu", status=True)
+    def checked_f32(out: Any, x: Any, status: Any, i0: Any, i1: Any) -> None:
+        for i in range(i0, i1):
+            q = i // x.ne1
+            for k in range(x.ne0):
+                v = ld_f32(at(x.p, (i - q * x.ne1) * x.nb1 + q * x.nb2), k)
+                if v > 100:
+                    bad_index(status, 101, 100)
+                st_f32(at(out.p, (i - q * x.ne1) * out.nb1 + q * out.nb2), k, v)
+
+    op: Any = checked
+    op.slices(lambda node: (1, 2))
+    x = pg.tensor([8, 4, 6])
+    made = op(pg.mul_mat(x, x))
+    made.name = "the_checked"
+    runner = open_backend("cpu", threads=2).compile(Graph([pg.rms_norm(made)]))
+    assert parts(runner.plan) == [["MUL_MAT", "CHECKED", "RMS_NORM"]]
+    value = np.ones((1, 6, 4, 8), np.float32)
+    runner.set(x, value)
+    runner.run()
+    value[0, 5] = 20
+    runner.set(x, value)
+    with pytest.raises(KernelError, match=r"CHECKED \(the_checked\): bad index 101; legal: 0 to 99"):
+        runner.run()

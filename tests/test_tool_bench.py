@@ -354,6 +354,24 @@ def test_the_profile_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert scan["gflops"] * scan["seconds"] * 1e9 == pytest.approx(20 * flops)
 
 
+def test_the_profile_looks_into_regions(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a region's steps take adds up to its own time; their ops stand under their own names, as without regions."""
+    found = rows(capsys, "-p", "512", "-n", "0", "--mamba2", "ssd", "--profile")
+    model = pg.load_model(pg.models.demo_path())
+    backend = pg.open_backend("cpu")
+    graph = model.graph(512, mamba2="ssd")
+    assert any(s.parts for s in backend.plan(graph).steps)
+    backend.strips = False
+    ops = [r for r in found if r["by"] == "op"]
+    whole: dict[str, int] = {}
+    for s in backend.plan(graph).steps:
+        name = " + ".join(n.op.name for n in s.nodes)
+        whole[name] = whole.get(name, 0) + 1
+    assert {r["name"]: r["calls"] for r in ops[:-1]}.keys() == whole.keys()
+    assert next(r for r in ops if r["name"] == "SUB + TRI + EXP")["seconds"] > 0
+    assert sum(r["seconds"] for r in ops) == pytest.approx(ops[0]["wall_s"], rel=1e-9)
+
+
 def test_the_profile_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     out = bench(capsys, "-p", "4", "-n", "0", "--profile", "-o", "console")
     assert re.search(r"^profile of pp4, scan: \d+\.\d\d ms with a time taken after each step, [+-]", out, re.M)

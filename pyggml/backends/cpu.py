@@ -21,7 +21,7 @@ from pyggml.cpu.records import record_size, record_words
 from pyggml.cpu.regions import Region, form_regions
 from pyggml.cpu.simd import BAD_SPAN, RAISED
 from pyggml.cpu.slices import Dims
-from pyggml.cpu.strips import Strips, address_in_slice, sliced, strips_of, table_of
+from pyggml.cpu.strips import Strips, address_in_slice, sliced, spent_in, strips_of, table_of
 from pyggml.cpu.team import TAPE_KERNELS, aligned, check_threads, team
 from pyggml.errors import GraphError, KernelError, ParamError, UnsupportedOp
 from pyggml.graph import Graph
@@ -243,7 +243,7 @@ class CpuRunner:
         single = [s.kernel.items <= s.kernel.chunk for s in steps]
         sync = barriers([touched([*s.ins, *s.kernel.operands, *s.kernel.extra], s.outs, alone, self.address) for s, alone in zip(steps, single, strict=True)])
         self._tape = np.zeros(3 * len(steps), np.int64)
-        self._tables: list[np.ndarray] = []  # of regions
+        self._tables: dict[int, np.ndarray] = {}  # of regions, by step
         inside = len(steps)  # number of the first launch in the next region
 
         def write(i: int, chunk: int, address: Callable[[Tensor], int]) -> None:
@@ -258,8 +258,8 @@ class CpuRunner:
                 ends = inside + len(k.parts)
                 for j in range(inside, ends):
                     write(j, launches[j].items, partial(address_in_slice, k, self.address))
-                self._tables.append(table_of(k, self._addresses[inside:ends], places[inside:ends]))
-                self._records[starts[i] + HEADER_WORDS] = self._tables[-1].ctypes.data
+                self._tables[i] = table_of(k, self._addresses[inside:ends], places[inside:ends])
+                self._records[starts[i] + HEADER_WORDS] = self._tables[i].ctypes.data
                 inside = ends
 
     def address(self, t: Tensor) -> int:
@@ -302,6 +302,11 @@ class CpuRunner:
         receives the monotonic clock in ns at the end of each step; all threads then meet after every step, which otherwise the small ones skip."""
         self._sync()
         self._run_tape(self._tape if repeat == 1 else np.tile(self._tape, repeat), times)
+
+    def shares(self, step: int) -> np.ndarray:
+        """How the time of a region's step goes to its launches (Strips.parts): shares of 1, over all its runs so far."""
+        spent = spent_in(self._tables[step], len(self.plan.steps[step].kernel.parts)).astype(np.float64)
+        return spent / spent.sum() if spent.any() else np.full(len(spent), 1 / len(spent))
 
     def run_steps(self, first: int, last: int) -> float:
         """Run steps `first` to `last` - 1 alone, on memory as the steps before them left it. The seconds that they took."""

@@ -20,9 +20,7 @@ Options of `@kernel(op, "cpu", ...)`, each a function of the node:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,22 +29,6 @@ from pyggml.registry import KernelDef, Prepared
 from pyggml.tensor import Node, Tensor
 
 CHUNK_ELEMENTS = 4096
-_items_wanted: ContextVar[int] = ContextVar("items_wanted", default=16)
-
-
-def items_wanted() -> int:
-    """Items into which a kernel should cut its work where each costs something of its own: enough for some threads, or one."""
-    return _items_wanted.get()
-
-
-@contextmanager
-def for_one_thread() -> Iterator[None]:
-    """Launches made inside are run by one thread, whatever their number of items."""
-    token = _items_wanted.set(1)
-    try:
-        yield
-    finally:
-        _items_wanted.reset(token)
 
 
 @dataclass(slots=True)

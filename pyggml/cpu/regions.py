@@ -1,9 +1,9 @@
 """Regions: steps that are run together, slice by slice, so that what they hand on stays in the cache.
 
 Most steps of a graph can be computed for some heads, or some chunks, alone, from the same heads or chunks of their inputs. Run one
-after the other over a whole ubatch, each writes to memory what the next one reads back. A region is a set of steps that all follow one axis (pyggml.cpu.slices):
-a thread takes a slice and goes through all of them (pyggml.cpu.strips). Values that no other step touches are then as large as a slice, and of each
-thread's own.
+after the other over a whole ubatch, each writes to memory what the next one reads back. A region is a set of steps that all follow
+one axis (pyggml.cpu.slices): a thread takes a slice and goes through all of them (pyggml.cpu.strips). Values that no other step
+touches are then as large as a slice, and each thread has its own.
 
 A region grows from a step with a large result along one of its dims: to the steps that read it along this axis, and back to those with large results
 that it reads. What lies between two of them but cannot be cut (a sum along the axis) ends it. Steps are reordered within the
@@ -81,20 +81,22 @@ class _Run:
         self.large = [s.kernel is None and len(s.outs) == 1 and s.outs[0].root.nbytes >= LARGE for s in steps]
         self.made_by: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
-        if any(self.large):
+        self.reads: list[set[int]] = []  # ids of roots
+        if sum(s.outs[0].root.nbytes for s, large in zip(steps, self.large, strict=True) if large) >= WORTH:
             self.made_by = {id(t.root): i for i, s in enumerate(steps) for t in s.outs}
-            for i, s in enumerate(steps):
-                for root in {id(t.root) for t in s.ins if t is not None}:
+            self.reads = [{id(t.root) for t in s.ins if t is not None} for s in steps]
+            for i, roots in enumerate(self.reads):
+                for root in roots:
                     self.readers.setdefault(root, []).append(i)
 
     def best(self, threads: int) -> list[Step] | None:
         """The run with the region in it that keeps most out of memory; None where none is worth it."""
         tried: set[tuple[int, Dims]] = set()
         best: tuple[int, Region, dict[int, Dims]] | None = None
-        for i, s in enumerate(self.steps):
+        for i, s in enumerate(self.steps if self.reads else ()):
             if not self.large[i]:
                 continue
-            for d in (3, 2, 1):
+            for d in sorted(s.nodes[-1].op.sliceable(s.nodes[-1]), reverse=True):
                 n = s.outs[0].ne[d]
                 if n < max(2, threads) or (i, (d,)) in tried:
                     continue
@@ -157,7 +159,7 @@ class _Run:
         made: set[int] = set()  # by members
         detour: set[int] = set()
         for j, s in enumerate(self.steps):
-            reads = {id(t.root) for t in s.ins if t is not None}
+            reads = self.reads[j]
             if j in kept and not reads & detour:
                 made |= {id(t.root) for t in s.outs}
             elif reads & (made | detour):
@@ -176,7 +178,7 @@ class _Run:
         for j, s in enumerate(self.steps):
             if j in members:
                 continue
-            late = any(t is not None and id(t.root) in made for t in s.ins)
+            late = bool(self.reads[j] & made)
             if late:
                 made |= {id(t.root) for t in s.outs}
             (after if late or j > max(members) else before).append(s)
@@ -204,7 +206,7 @@ def _choose_size(region: Region, threads: int) -> None:
     enough = min(region.n, max(MIN_SLICES, 4 * threads))
     whole = _values_at_a_time(region)
     for size in sizes(region.n, region.dims, results):
-        if all_cut(region, size) and (size == 1 or (region.n // size >= enough and whole * size <= STRIP_BYTES * region.n)):
+        if (size == 1 or (region.n // size >= enough and whole * size <= STRIP_BYTES * region.n)) and all_cut(region, size):
             region.size = size
             return
 

@@ -39,8 +39,8 @@ def length(t: Tensor, dims: Dims) -> int:
 
 
 def axis_of(t: Tensor, dims: Dims) -> Axis | None:
-    """The axis that a tensor's dims walk; None where two of them do not walk one."""
-    if len(dims) == 2 and t.nb[dims[1]] != t.ne[dims[0]] * t.nb[dims[0]]:
+    """The axis that a tensor's dims walk; None where two of them do not walk one, or all elements are the same."""
+    if t.nb[dims[0]] == 0 or (len(dims) == 2 and t.nb[dims[1]] != t.ne[dims[0]] * t.nb[dims[0]]):
         return None
     return Axis(t.nb[dims[0]], length(t, dims))
 
@@ -71,28 +71,37 @@ def dims_along(t: Tensor, axis: Axis) -> Dims | None:
 def cut(t: Tensor, ne: Shape, dims: Dims, size: int, grouped: bool) -> Cut | None:
     """The slices of an operand that belong to slices, `size` long, of a result with these ne along these dims; None where they are no
     evenly spaced ones. `grouped` as of OpDef.slices."""
-    if any(t.ne[d] not in (1, ne[d]) and not (grouped and ne[d] % t.ne[d] == 0) for d in dims):
-        return None
-    if all(t.ne[d] == 1 for d in dims):
-        return Cut(t.ne)
     d = dims[0]
-    if len(dims) == 2:
-        if ne[d] % size or t.ne[dims[1]] != ne[dims[1]]:
-            return None
-        if t.ne[d] == 1:  # one for all of an inner dim: the next slice after ne[d] / size of the result's
-            return Cut(_with(t.ne, {dims[1]: 1}), t.nb[dims[1]], ne[d] // size)
-        if t.ne[d] != ne[d] or axis_of(t, dims) is None:
-            return None
-        return Cut(_with(t.ne, {d: size, dims[1]: 1}), size * t.nb[d])
-    share = ne[d] // t.ne[d]  # elements of the result for each of t's
+    if len(dims) == 1:
+        return _cut_one(t, ne[d], d, size, grouped)
+    outer = dims[1]
+    if t.ne[d] == t.ne[outer] == 1:
+        return Cut(t.ne)
+    if ne[d] % size or t.ne[outer] != ne[outer]:
+        return None
+    if t.ne[d] == 1:  # one for all of the inner dim: the next slice after ne[d] / size of the result's
+        return Cut(_with(t.ne, outer, 1), t.nb[outer], ne[d] // size)
+    if t.ne[d] != ne[d] or axis_of(t, dims) is None:
+        return None
+    return Cut(_with(_with(t.ne, d, size), outer, 1), size * t.nb[d])
+
+
+def _cut_one(t: Tensor, n: int, d: int, size: int, grouped: bool) -> Cut | None:
+    own = t.ne[d]
+    if own == n:
+        return Cut(_with(t.ne, d, size), size * t.nb[d])
+    if own == 1:
+        return Cut(t.ne)
+    if not grouped or n % own:
+        return None
+    share = n // own  # elements of the result for each of t's
     if size % share == 0:
-        return Cut(_with(t.ne, {d: size // share}), size // share * t.nb[d])
-    return Cut(_with(t.ne, {d: 1}), t.nb[d], share // size) if share % size == 0 else None
+        return Cut(_with(t.ne, d, size // share), size // share * t.nb[d])
+    return Cut(_with(t.ne, d, 1), t.nb[d], share // size) if share % size == 0 else None
 
 
-def _with(ne: Shape, new: dict[int, int]) -> Shape:
-    a, b, c, d = (new.get(i, n) for i, n in enumerate(ne))
-    return a, b, c, d
+def _with(ne: Shape, d: int, n: int) -> Shape:
+    return (*ne[:d], n, *ne[d + 1:])  # type: ignore[return-value]
 
 
 def packed(t: Tensor, axis: Axis, size: int, root: Tensor, ne: Shape) -> Tensor:

@@ -2,6 +2,7 @@
 
 Params of its record: address of a table with a row per launch, and how many launches there are. A row of the table, in 64-bit words:
   0 entry   1 record as for slice 0   2 words of it   3 address of its moves   4 how many   5 scratch of the launch, from the thread's on
+  6 out: nanoseconds that it took, all threads together
 A move says of a pointer in the record what it is for slice i: 0 its word, 1 whether to add the thread's scratch, 2 step, 3 every:
 i // every * step bytes on.
 
@@ -17,17 +18,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pyggml.cpu.compile import HEADER_WORDS, KernelSpec
-from pyggml.cpu.launch import Launch, for_one_thread
+from pyggml.cpu.launch import Launch
 from pyggml.cpu.records import pointers, record_size
 from pyggml.cpu.regions import Region
-from pyggml.cpu.simd import RAISED, atomic_add, call_kernel, ldw, stw
+from pyggml.cpu.simd import RAISED, atomic_add, call_kernel, clock_ns, ldw, stw
 from pyggml.cpu.slices import Cut, Dims, cut, packed
 from pyggml.cpu.tape import COUNTER, STATUS
 from pyggml.plan import ALIGN, Arena, Step, storage_bytes
+from pyggml.registry import for_one_thread
 from pyggml.tensor import Node, Shape, Tensor
 
 SCRATCH, STRIDE = 4, 5  # words of a record: scratch of thread 0, bytes per thread
-ROW, MOVE = 6, 4  # words of the table's rows, and of moves
+SPENT = 6
+ROW, MOVE = 7, 4  # words of the table's rows, and of moves
 
 
 def run_strips(rec: Any, ith: Any, nth: Any) -> None:
@@ -38,6 +41,7 @@ def run_strips(rec: Any, ith: Any, nth: Any) -> None:
         item = atomic_add(rec, COUNTER, 1)
         if item >= n:
             return
+        start = clock_ns()
         for k in range(n_launches):
             row = table + k * (ROW * 8)
             record, moves = ldw(row, 1), ldw(row, 3)
@@ -50,6 +54,9 @@ def run_strips(rec: Any, ith: Any, nth: Any) -> None:
                 stw(own, ldw(m, 0), place + own if ldw(m, 1) != 0 else place)
             if call_kernel(ldw(row, 0), own, 0, 1) != 0:
                 stw(ldw(own, STATUS), 0, RAISED)
+            end = clock_ns()
+            atomic_add(row, SPENT, end - start)
+            start = end
 
 
 class Place(NamedTuple):
@@ -161,11 +168,16 @@ def table_of(k: Strips, entries: Sequence[int], records: Sequence[int]) -> np.nd
     table = np.zeros(ROW * len(launches) + MOVE * sum(map(len, moves)), np.int64)
     at = ROW * len(launches)
     for i, (part, own) in enumerate(zip(launches, moves, strict=True)):
-        table[ROW * i:ROW * (i + 1)] = entries[i], records[i], record_size(part), table.ctypes.data + 8 * at, len(own), k.values
+        table[ROW * i:ROW * i + SPENT] = entries[i], records[i], record_size(part), table.ctypes.data + 8 * at, len(own), k.values
         for move in own:
             table[at:at + MOVE] = move
             at += MOVE
     return table
+
+
+def spent_in(table: np.ndarray, n_launches: int) -> np.ndarray:
+    """Nanoseconds that each of a region's launches took."""
+    return table[:ROW * n_launches].reshape(n_launches, ROW)[:, SPENT]
 
 
 def _laid_out(steps: Sequence[Step], start: int, outside: set[int]) -> tuple[dict[int, int], int]:

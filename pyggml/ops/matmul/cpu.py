@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyggml.cpu.launch import items_wanted
 from pyggml.cpu.simd import F0, LOAD, Helper, at, copy_bytes, helper, intrinsic, ld_f32, st_f32, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
 from pyggml.dtypes import F32
 from pyggml.ops.matmul import gemv, words
 from pyggml.ops.matmul.gemv import K_BLOCK
 from pyggml.quants.cpu import DEQUANT_ROW
-from pyggml.registry import kernel
+from pyggml.registry import items_wanted, kernel
 from pyggml.tensor import Node, Tensor
 
 ROW = (K_BLOCK + LANES) * 4  # 4 + 4 rows of it fit in 32 KB; bytes of a packed row: no power of two, so that rows do not share cache sets
