@@ -98,7 +98,7 @@ class _Run:
                 continue
             for d in sorted(s.nodes[-1].op.sliceable(s.nodes[-1]), reverse=True):
                 n = s.outs[0].ne[d]
-                if n < max(2, threads) or (i, (d,)) in tried:
+                if n == 1 or not _busy(n, threads) or (i, (d,)) in tried:
                     continue
                 members, axes = self._grown(i, (d,))
                 tried |= set(members.items())
@@ -198,6 +198,11 @@ def can_be_cut(s: Step, dims: Dims) -> bool:
         return n.out.ne == out.ne and all(d in able for d in dims) and all(
             id(t) in inner or cut(t, out.ne, dims, 1, n.op.grouped) is not None for t in n.src if t is not None)
     return all(fits(n) for n in s.nodes)
+
+
+def _busy(n: int, threads: int) -> bool:
+    """Whether n equal items keep threads busy for three quarters of the time at least."""
+    return 4 * n >= 3 * threads * -(-n // threads)
 
 
 def _choose_size(region: Region, threads: int) -> None:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from pyggml.tensor import Shape, Tensor
 
+PAGE, LINE = 4096, 64
+
 Dims = tuple[int, ...]  # of a tensor along which it is cut, the one with the shorter stride first
 
 
@@ -104,9 +106,11 @@ def _with(ne: Shape, d: int, n: int) -> Shape:
     return (*ne[:d], n, *ne[d + 1:])  # type: ignore[return-value]
 
 
-def packed(t: Tensor, axis: Axis, size: int, root: Tensor, ne: Shape) -> Tensor:
-    """A view of the memory of one slice kept alone, `root`, that stands for `t` in the whole: its dims are `ne`."""
+def packed(t: Tensor, axis: Axis, size: int, root: Tensor | None, ne: Shape) -> Tensor:
+    """A view of the memory of one slice kept alone, `root` (None: its own), that stands for `t` in the whole: its dims are `ne`."""
     period, kept = axis.stride * axis.length, axis.stride * size
+    if kept % PAGE == 0:  # what stands so far apart shares cache sets
+        kept += LINE
 
     def moved(nbytes: int) -> int:
         return nbytes // period * kept + nbytes % period

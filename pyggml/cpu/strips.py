@@ -100,7 +100,12 @@ class _Slices:
     def _result(self, t: Tensor, dims: Dims, stored: bool) -> Tensor:
         c = cut(t, t.ne, dims, self.region.size, False)
         assert c is not None
-        new = Tensor(t.dtype, c.ne, name=t.name) if not stored or id(t) in self.region.local else self._outside(t, c)
+        if not stored:
+            new = Tensor(t.dtype, c.ne, name=t.name)
+        elif id(t) in self.region.local:
+            new = packed(t, self.region.axes[id(t)], self.region.size, None, c.ne)
+        else:
+            new = self._outside(t, c)
         self.made[id(t)] = new
         return new
 
