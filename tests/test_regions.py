@@ -214,6 +214,13 @@ def test_attention(eager: None) -> None:
     assert parts(same_bits([out], values)) == [["MUL_MAT", "SOFT_MAX", "MUL_MAT", "CONT"]]
 
 
+def test_slices_that_no_cache_holds() -> None:
+    """Scores of 2 heads, 16 MiB each, are not cut by head; what follows the product is, by row."""
+    q, k = pg.tensor([8, 2048, 2]), pg.tensor([8, 2048, 2])
+    plan = open_backend("cpu", threads=1).plan(Graph([pg.sum_rows(pg.exp(pg.mul_mat(k, q)))]))
+    assert parts(plan) == [["EXP", "SUM_ROWS"]] and [s.nodes[0].op.name for s in plan.steps if not s.parts] == ["MUL_MAT"]
+
+
 def test_a_sum_along_the_axis_ends_a_region(eager: None) -> None:
     """Two regions with the sum between them; a value that both read, and one that is an output, are whole."""
     x, y = pg.tensor([16, 8, 24]), pg.tensor([16, 8, 24])

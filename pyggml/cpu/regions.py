@@ -23,6 +23,7 @@ from pyggml.tensor import Node, Tensor
 LARGE = 1 << 20  # bytes of a result that does not stay in the cache nearest to a core until it is read
 WORTH = 2 << 20  # bytes of values that need no memory any more, from which a region is made
 STRIP_BYTES = 512 << 10  # of a slice's values at a time, where slices can be so short
+MOST_BYTES = 8 << 20  # of a slice's values at a time; where the shortest has more, no region is made: no cache would hold them
 MIN_SLICES = 16  # where there are so many, for some threads
 
 
@@ -107,7 +108,8 @@ class _Run:
                 saved = sum(storage_bytes(self.steps[j].outs[0]) for j in kept if id(self.steps[j].outs[0]) in local)
                 if saved >= WORTH and (best is None or saved > best[0]):
                     order = sorted(kept)
-                    best = saved, Region([self.steps[j] for j in order], [kept[j] for j in order], axes, local, n), kept
+                    region = Region([self.steps[j] for j in order], [kept[j] for j in order], axes, local, n)
+                    best = (saved, region, kept) if _values_at_a_time(region) <= MOST_BYTES * n else best
         if best is None:
             return None
         _, region, kept = best
