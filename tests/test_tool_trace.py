@@ -94,7 +94,7 @@ def test_regions_give_the_same_values(form: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(regions, "LARGE", 1)
     monkeypatch.setattr(regions, "WORTH", 1)
     fused, _ = run(form)
-    assert any(t.kernel.startswith("strips[") and t.value is not None for t in fused)
+    assert any(" in strips[" in t.kernel and t.value is not None for t in fused)
     assert sum(t.value is not None for t in fused) > len(fused) / 3
     for a, b in zip(plain, fused, strict=True):
         assert b.value is None or np.array_equal(a.value, b.value, equal_nan=True), b.name  # type: ignore[arg-type]

@@ -131,6 +131,7 @@ def strips_of(region: Region, choose: Callable[[Step], Sequence[Step]]) -> Strip
         new = slices.step(s, dims)
         with for_one_thread():
             before = choose(new)
+        s.kernel_name = "+".join(x.kernel_name for x in (*before, new))
         steps += [*((s, b) for b in before), (s, new)]
     places = {id(new): Place(0, root, step, every) for (_, step, every), (root, new) in slices.roots.items()}
     locals_, n_bytes = _laid_out([s for _, s in steps], max(record_size(s.kernel) for _, s in steps) * 8, {*places})
