@@ -14,11 +14,13 @@ from strategies import batches
 import pyggml as pg
 from pyggml.backends import cpu as cpu_backend
 from pyggml.backends import open_backend
-from pyggml.cases import Case, all_cases
+from pyggml.cases import Case, all_cases, random_blocks
 from pyggml.cpu import regions
+from pyggml.cpu.level import host_level, level_features
 from pyggml.cpu.regions import Region, all_cut, can_be_cut
 from pyggml.cpu.simd import at, bad_index, ld_f32, st_f32
 from pyggml.cpu.slices import Axis, axis_of, cut, dims_along, packed
+from pyggml.dtypes import Q8_0
 from pyggml.errors import KernelError, UnsupportedOp
 from pyggml.graph import Graph
 from pyggml.guards import stored_values
@@ -178,7 +180,7 @@ def one_case(case: Case, **options: Any) -> list[bytes]:
 # Graphs
 
 
-def ssd(n_tokens: int, n_seqs: int, chunk: int, n_group: int, n_head: int = 12) -> tuple[list[Tensor], Values]:
+def ssd(n_tokens: int, n_seqs: int, chunk: int, n_group: int, n_head: int = 12, **options: Any) -> tuple[list[Tensor], Values]:
     """The chunked state-space product in primitive ops, and values of its inputs."""
     d_state, head_dim = 32, 16
     act = pg.tensor([head_dim * n_head + 2 * n_group * d_state, n_tokens, n_seqs], name="act")
@@ -186,7 +188,7 @@ def ssd(n_tokens: int, n_seqs: int, chunk: int, n_group: int, n_head: int = 12) 
     state = pg.tensor([d_state, head_dim, n_head, n_seqs])
     values = {t: normal(t, i) for i, t in enumerate((act, dt, a, d, state))}
     values[dt], values[a] = np.abs(values[dt]) * 0.1, -np.abs(values[a])
-    return list(ssd_graph(act, dt, a, d, state, n_group, chunk)), values
+    return list(ssd_graph(act, dt, a, d, state, n_group, chunk, **options)), values
 
 
 @pytest.mark.parametrize(("n_seqs", "n_group"), [(1, 1), (3, 1), (2, 3), (1, 12)], ids=str)
@@ -194,6 +196,26 @@ def test_ssd(n_seqs: int, n_group: int, eager: None) -> None:
     """All products of a head in one region, whatever heads share a group."""
     plan = same_bits(*ssd(128, n_seqs, 16, n_group))
     assert sum(s == "MUL_MAT" for region in parts(plan) for s in region) >= 4, parts(plan)
+
+
+BF16 = pytest.mark.skipif("avx512bf16" not in level_features(host_level()), reason="this CPU multiplies no bfloat16")
+
+
+@BF16
+@pytest.mark.parametrize("n_group", [1, 3])
+def test_ssd_in_bfloat16(n_group: int, eager: None) -> None:
+    plan = same_bits(*ssd(256, 2, 32, n_group, precision="bf16"))
+    assert sum(p.kernel_name == "mul_mat_small" for s in plan.steps for p in s.parts) == 3, str(plan)
+
+
+@BF16
+def test_what_a_kernel_has_prepared(eager: None) -> None:
+    """Tiles that a product has made of its columns beforehand are made for each slice."""
+    rng = np.random.default_rng(3)
+    a = pg.raw_tensor(random_blocks(Q8_0, 64 * 48 * 6 // 32, rng), Q8_0, (64, 48, 6), "a")
+    x = pg.tensor([64, 40, 6])
+    plan = same_bits([pg.rms_norm(pg.mul_mat(a, pg.exp(x)))], {x: normal(x)})
+    assert [p.kernel_name for s in plan.steps for p in s.parts] == ["exp[flat]", "pack_tokens+mul_mat_panels", "rms_norm_rows"]
 
 
 def test_large_ssd() -> None:
