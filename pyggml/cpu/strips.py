@@ -134,17 +134,17 @@ def strips_of(region: Region, choose: Callable[[Step], Sequence[Step]]) -> Strip
         s.kernel_name = "+".join(x.kernel_name for x in (*before, new))
         steps += [*((s, b) for b in before), (s, new)]
     places = {id(new): Place(0, root, step, every) for (_, step, every), (root, new) in slices.roots.items()}
-    locals_, n_bytes = _laid_out([s for _, s in steps], max(record_size(s.kernel) for _, s in steps) * 8, {*places})
-    places |= {i: Place(offset) for i, offset in locals_.items()}
+    offsets, n_bytes = _laid_out([new for _, new in steps], max(record_size(new.kernel) for _, new in steps) * 8, {*places})
+    places |= {i: Place(offset) for i, offset in offsets.items()}
     n = region.n // region.size
-    name = f"strips[{n} x {region.size}: {', '.join(s.kernel_name for _, s in steps)}]"
+    name = f"strips[{n} x {region.size}: {', '.join(new.kernel_name for _, new in steps)}]"
     parts = []
     for s, new in steps:
         k: Launch = new.kernel
         k.chunk = max(1, k.items)
         parts.append((s, k))
     return Strips(KernelSpec(run_strips, raw=True), name, [], [0, len(parts)], n, 1, n_bytes + max(k.scratch for _, k in parts), parts=parts, values=n_bytes,
-                  places=places, roots=[t for s in steps for t in s[1].outs] + [t for pair in slices.roots.values() for t in pair])
+                  places=places, roots=[t for _, new in steps for t in new.outs] + [t for pair in slices.roots.values() for t in pair])
 
 
 def sliced(node: Node, dims: Dims) -> Node:
