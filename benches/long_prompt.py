@@ -40,7 +40,7 @@ def seconds_by_group(times: list[StepTimes]) -> dict[str, float]:
     """Seconds of timed steps by column."""
     found = dict.fromkeys(GROUPS, 0.0)
     for t in times:
-        for step, seconds in zip(t.plan.steps, t.seconds.tolist(), strict=True):
+        for step, seconds in zip(t.steps, t.seconds.tolist(), strict=True):
             found[group_of(step.nodes[-1].part)] += seconds
     return found
 
