@@ -268,7 +268,7 @@ def _flat_loop(ins: Sequence[Tensor], body: Sequence[str]) -> list[str]:
 
 
 class _Prefix(NamedTuple):
-    """Of a row of which a lower triangle keeps the first elements: how many, as source, and what sets u to the value of all others."""
+    """Of a row of which a lower triangle keeps the first elements: how many, as source, and what sets v to the value of all others."""
 
     kept: str
     rest: list[str]
@@ -281,13 +281,11 @@ def _kept_prefix(nodes: Sequence[Node], keys: Sequence[tuple[Any, ...]], ins: Se
         return None
     column, row = (keys.index(_key(t)) for t in operands(nodes[k])[1:])
     along = ins[column].nb == (ins[column].dtype.nbytes, 0, 0, 0) and ins[row].nb[0] == 0
-    rest = [re.sub(r"\bv(\d*)\b", r"u\1", line) for line in body[k + 1:]]
-    others = {f"u{i}" for i in range(k)}  # of before the choice
-    if not along or any(name.startswith("x") or name in others for line in rest for name in re.findall(r"\b[ux]\d+\b", line)):
+    rest, others = body[k + 1:], {f"v{i}" for i in range(k)}  # of before the choice
+    if not along or any(name.startswith("x") or name in others for line in rest for name in re.findall(r"\b[vx]\d+\b", line)):
         return None
-    fill = re.findall(r"\bq\d+_f32\b", body[k])[-1]
-    last = "u" if k == len(nodes) - 1 else f"u{k}"
-    return _Prefix(f"np.int64(x{row}) + {int(nodes[k].params['kind'] == 'lower_diag')}", [f"{last} = {fill}", *rest])
+    chosen, fill = body[k].partition(" = ")[0], re.findall(r"\bq\d+_f32\b", body[k])[-1]
+    return _Prefix(f"np.int64(x{row}) + {int(nodes[k].params['kind'] == 'lower_diag')}", [f"{chosen} = {fill}", *rest])
 
 
 def _row_loops(ins: Sequence[Tensor], body: Sequence[str], dims: Sequence[_Dim], span: int, prefix: _Prefix | None) -> list[str]:
@@ -305,7 +303,7 @@ def _row_loops(ins: Sequence[Tensor], body: Sequence[str], dims: Sequence[_Dim],
         loop = [f"for s in range(0, out.ne0, p{span}):", *(f"    {x}" for x in [*wrapped, f"for i in range(s, s + p{span}):", *(f"    {x}" for x in inner)])]
     elif prefix is not None:  # whole vectors of it
         loop = [f"n = min(({prefix.kept} + {LANES - 1}) // {LANES} * {LANES}, out.ne0)", "for i in range(n):", *(f"    {x}" for x in inner),
-                *prefix.rest, "for i in range(n, out.ne0):", "    store(o, i, u)"]
+                *prefix.rest, "for i in range(n, out.ne0):", "    store(o, i, v)"]
     else:
         loop = ["for i in range(out.ne0):", *(f"    {x}" for x in inner)]
     step = ["j1 += 1", "if j1 == out.ne1:", "    j1, j2 = 0, j2 + 1", "    if j2 == out.ne2:", "        j2, j3 = 0, j3 + 1"]
