@@ -27,8 +27,8 @@ from pyggml.runtime.vocab import Vocab
 from pyggml.tensor import Tensor, raw_tensor, tensor
 
 VECTOR_TYPES = (F32, F16, BF16)
-CACHE_TYPES = ("f32", "f16", "bf16")
-KV_TYPES = (*CACHE_TYPES, "q8_0")
+FLOAT_TYPES = ("f32", "f16", "bf16")  # of states
+KV_TYPES = (*FLOAT_TYPES, "q8_0")  # of the K and V caches
 PROBES = {"mamba": "ssm_in.weight", "attention": "attn_q.weight"}  # whose presence shows what a layer is
 
 
@@ -149,22 +149,24 @@ class Model:
 
         `mamba2`: "auto", "scan", "ssd", "ssd-fused", or a function with the signature of `mamba2_layer` in its place. `chunk`: see
         `mamba2_layer`; `ssd_precision`: its `precision`. Types: K and V cache f32, f16, bf16, q8_0; conv (r) and SSM (s) states f32, f16,
-        bf16.
-        `threads_batch`: threads of graphs of more than one token per sequence (default: `threads`). `flash_attn`: attention as one op (True),
-        as products and a softmax (False), or as one op where the backend has it ("auto"). `options` go to the backend: for cpu threads,
-        level, prec ("f32": nothing is rounded to less than it is stored in).
+        bf16. `threads_batch`: threads of graphs of more than one token per sequence (default: `threads`). `flash_attn`: attention as one op
+        (True), as products and a softmax (False; not with a V cache of q8_0), or as one op where the backend has it ("auto"). `options` go
+        to the backend: for cpu threads, level, prec ("f32": nothing is rounded to less than it is stored in).
         """
-        types = {k: _cache_type(k, t) for k, t in (("type_k", type_k), ("type_v", type_v), ("type_r", type_r), ("type_s", type_s))}
-        if types["type_v"].is_quantized and flash_attn is False:
-            raise ParamError(f"type_v {type_v!r} needs attention as one op; legal without: {', '.join(CACHE_TYPES)}")
-        for name, which in (("type_k", 0), ("type_v", 1)):
-            for il in (i for i, n in enumerate(self.memory_shape().k) if n):
-                size = self.hparams.head_dims(il)[which]
-                if size % types[name].block:
-                    raise ParamError(f"{name} {types[name].name!r}: the heads have {size} elements; legal for them: {', '.join(CACHE_TYPES)}")
+        types = {k: _memory_type(k, t) for k, t in (("type_k", type_k), ("type_v", type_v), ("type_r", type_r), ("type_s", type_s))}
+        self._check_kv_types(types["type_k"], types["type_v"], flash_attn)
         return Context(self, backend=backend, threads=threads, threads_batch=threads_batch, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max,
                        mamba2=check_mamba2(mamba2), chunk=check_chunk(chunk), ssd_precision=check_precision(ssd_precision), flash_attn=flash_attn,
                        options=options, types=types)
+
+    def _check_kv_types(self, type_k: DType, type_v: DType, flash_attn: bool | str) -> None:
+        """ParamError for a cache that attention could not read: heads are whole blocks, and a product reads V along tokens."""
+        if type_v.is_quantized and flash_attn is False:
+            raise ParamError(f"type_v {type_v.name!r} needs attention as one op; legal without: {', '.join(FLOAT_TYPES)}")
+        for il in (i for i, kind in enumerate(self.kinds) if kind == "attention"):
+            for option, dt, size in zip(("type_k", "type_v"), (type_k, type_v), self.hparams.head_dims(il), strict=True):
+                if size % dt.block:
+                    raise ParamError(f"{option} {dt.name!r}: the heads have {size} elements; legal for them: {', '.join(FLOAT_TYPES)}")
 
     def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None,
               precision: str = "f32", backend: str = "cpu") -> tuple[Tensor, list[Tensor]]:
@@ -251,8 +253,8 @@ def is_matrix(name: str) -> bool:
     return name.endswith(".weight") and not name.endswith(("norm.weight", "ssm_conv1d.weight"))
 
 
-def _cache_type(option: str, name: str) -> DType:
-    legal = KV_TYPES if option in ("type_k", "type_v") else CACHE_TYPES
+def _memory_type(option: str, name: str) -> DType:
+    legal = KV_TYPES if option in ("type_k", "type_v") else FLOAT_TYPES
     if not isinstance(name, str) or name.lower() not in legal:
         raise ParamError(f"{option} {name!r}; legal: {', '.join(legal)}")
     return dtype(name)

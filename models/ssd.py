@@ -30,7 +30,7 @@ from pyggml.ops.triangular.defs import tri
 from pyggml.tensor import Tensor
 
 CHUNKS = (64, 32, 16)  # work per token is least near Q = 2 N P / (N + P), 85 for the usual N 128, P 64
-PLAN_BYTES = 256 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, which decides the default chunk; the cpu backend holds some heads' at a time
+PLAN_BYTES = 256 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, which decides the default chunk; in regions it takes no memory of the plan
 
 
 # SSD_SCAN is faster than SSM_SCAN from this many tokens per sequence on, by its precision, where a head's state is large enough to pay
@@ -87,7 +87,7 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
     n_state, p, h, s = state.ne
     g, nc = n_group, act.ne[1] // q
     w, np_ = nc * s, n_state * p
-    keep = None if precision == "f32" else precision
+    of_heads = None if precision == "f32" else precision  # as MUL_MAT has it
 
     def name(t: Tensor, text: str) -> Tensor:
         t.name = f"{text}-{il}"
@@ -104,12 +104,12 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
     cb = name(mul_mat(b, c), "CB")                                               # [Qj, Qi, G, W]
     m = mul(reshape(decay, [q * q, h // g, g, w]), reshape(cb, [q * q, 1, g, w]))
     m = name(reshape(m, [q, q, h, w]), "surrogate_attention_matrix")
-    y_intra = name(mul_mat(permute(dtx, 1, 2, 0, 3), m, precision=keep), "y_chunk")              # [P, Q, H, W]
+    y_intra = name(mul_mat(permute(dtx, 1, 2, 0, 3), m, precision=of_heads), "y_chunk")  # [P, Q, H, W]
 
     last = view(cs, [h, 1, w], [cs.nb[1], cs.nb[2]], (q - 1) * cs.nb[1])
     to_end = name(exp(sub(last, cs, type="f32")), "decay_last")                  # [H, Q, W]
     weighted = name(mul(dtx, reshape(to_end, [1, h, q, w])), "dtxdecay")
-    own = mul_mat(permute(b, 1, 0, 2, 3), permute(weighted, 1, 2, 0, 3), precision=keep)  # S_c: [N, P, H, W]
+    own = mul_mat(permute(b, 1, 0, 2, 3), permute(weighted, 1, 2, 0, 3), precision=of_heads)  # S_c: [N, P, H, W]
     own = name(own, "next_state")
 
     total = cast(view(cs, [h, nc, s], [cs.nb[2], nc * cs.nb[2]], (q - 1) * cs.nb[1]), "f32")
@@ -130,7 +130,7 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
 
     s_in, new_state = name(entering(0, nc), "next_state_updated"), entering(nc, 1)
 
-    y_inter = name(mul_mat(reshape(s_in, [n_state, p, h, w]), c, precision=keep), "y_prev")  # [P, Q, H, W]
+    y_inter = name(mul_mat(reshape(s_in, [n_state, p, h, w]), c, precision=of_heads), "y_prev")  # [P, Q, H, W]
     from_start = name(exp(cast(cs, "f32")), "exp_dtA_cumsum")                    # [H, Q, W]
     y_inter = mul(permute(y_inter, 0, 2, 1, 3), reshape(from_start, [1, h, q, w]))
     y = add(name(y_inter, "y_prev_mul"), permute(y_intra, 0, 2, 1, 3))

@@ -30,11 +30,6 @@ class Step:
     scratch: int = 0
     parts: list[Step] = field(default_factory=list)
 
-    @property
-    def short_name(self) -> str:
-        """The kernel's name; of a region's, without those of its parts."""
-        return self.kernel_name.partition(": ")[0] + "]" if self.parts else self.kernel_name
-
 
 @dataclass(slots=True)
 class Plan:
@@ -51,7 +46,7 @@ class Plan:
         for i, s in enumerate(self.steps):
             places = ", ".join(f"{t.name}@{self.offsets.get(id(t.root), -1)}" for t in s.outs)
             ops = f"{len(s.parts)} steps by slices" if s.parts else "+".join(n.op.name for n in s.nodes)
-            lines.append(f"{i:5d} {ops:<30} {s.short_name:<24} -> {places}")
+            lines.append(f"{i:5d} {ops:<30} {s.kernel_name:<24} -> {places}")
             lines += [f"      {'+'.join(n.op.name for n in p.nodes):<30} {p.kernel_name:<24} -> {p.outs[0].name}" for p in s.parts]
         return "\n".join(lines)
 

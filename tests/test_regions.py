@@ -90,7 +90,7 @@ def test_views_that_follow_an_axis_have_the_same_slices(ne: list[int], dim: int,
     if data.draw(st.booleans()):
         d = data.draw(st.integers(0, 3))
         first = data.draw(st.integers(0, t.ne[d] - 1))
-        t = pg.view(t, [n - first * (k == d) for k, n in enumerate(t.ne)], list(t.nb[1:]) if t.nb[0] == 4 else None, first * t.nb[d]) if t.nb[0] == 4 else t
+        t = pg.view(t, [n - first * (k == d) for k, n in enumerate(t.ne)], list(t.nb[1:]), first * t.nb[d]) if t.nb[0] == 4 else t
     axis = axis_of(root, (dim,))
     assert axis is not None
     dims = dims_along(t, axis)

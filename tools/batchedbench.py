@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyggml.errors import ParamError
-from pyggml.models.loader import CACHE_TYPES
+from pyggml.models.loader import FLOAT_TYPES
 from pyggml.runtime.context import Context
 from pyggml.tools.benchcases import Settings, context_lists, each, ignored_options, note_ignored, product, ranges, several, sweep_options, word
 from pyggml.tools.benchrun import Models, bench_tokens, form_ran, open_context
@@ -38,8 +38,8 @@ def options(p: argparse.ArgumentParser) -> None:
     p.add_argument("-r", "--repetitions", type=whole(1), default=1, metavar="N", help="repetitions, of which the median counts (1)")
     context_lists(p)
     sweep_options(p)
-    several(p, "--type-conv", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..",
-            text=f"types to cast the conv weights to: {', '.join(CACHE_TYPES)} (the file's)")
+    several(p, "--type-conv", kind=each(word(*FLOAT_TYPES)), metavar="TYPE,..",
+            text=f"types to cast the conv weights to: {', '.join(FLOAT_TYPES)} (the file's)")
     ignored_options(p)
     p.add_argument("-o", "--output", "--output-format", choices=FORMATS, default="md", metavar="FORMAT",
                    help=f"{', '.join(FORMATS)}; md is llama-batched-bench's table, with the swept options after it (md)")

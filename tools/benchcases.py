@@ -14,7 +14,7 @@ from pyggml.backends.base import PRECISIONS
 from pyggml.cpu.level import n_cores
 from pyggml.models import demo_path
 from pyggml.models.layers import FORMS
-from pyggml.models.loader import CACHE_TYPES, KV_TYPES
+from pyggml.models.loader import FLOAT_TYPES, KV_TYPES
 from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.tools.common import attention, chunk, form, precision, whole
 
@@ -98,8 +98,8 @@ def sweep_options(p: argparse.ArgumentParser) -> None:
     several(p, "--mamba2", kind=each(form), metavar="FORM,..", text=f"graphs of the Mamba2 layers: auto, {', '.join(FORMS)}, FILE.py:FUNCTION (auto)")
     several(p, "--chunk", kind=each(chunk), metavar="N|none,..", text="tokens per chunk of the ssd forms (default: by a limit on plan memory)")
     several(p, "--ssd-precision", kind=each(precision), metavar="P,..", text=f"precisions of ssd and ssd-fused: {', '.join(SSD_PRECISIONS)} (f32)")
-    several(p, "--type-r", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the conv states: {', '.join(CACHE_TYPES)} (f32)")
-    several(p, "--type-s", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the SSM states (f32)")
+    several(p, "--type-r", kind=each(word(*FLOAT_TYPES)), metavar="TYPE,..", text=f"types of the conv states: {', '.join(FLOAT_TYPES)} (f32)")
+    several(p, "--type-s", kind=each(word(*FLOAT_TYPES)), metavar="TYPE,..", text="types of the SSM states (f32)")
 
 
 IGNORED = {"-ngl": "there is no GPU backend", "-mmp": "files are always mapped"}

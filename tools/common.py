@@ -14,7 +14,7 @@ from pyggml.backends.base import PRECISIONS
 from pyggml.errors import ParamError
 from pyggml.models import Model, demo_path, load_model
 from pyggml.models.layers import FORMS
-from pyggml.models.loader import CACHE_TYPES, KV_TYPES
+from pyggml.models.loader import FLOAT_TYPES, KV_TYPES
 from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.runtime.context import Context
 
@@ -117,8 +117,8 @@ def context_options(p: argparse.ArgumentParser, n_ctx: int = 4096) -> None:
     p.add_argument("--ssd-precision", type=precision, default="f32", metavar="P", help=f"precision of ssd and ssd-fused: {', '.join(SSD_PRECISIONS)} (f32)")
     p.add_argument("-ctk", "--cache-type-k", choices=KV_TYPES, default="f16", metavar="TYPE", help=f"type of the K cache: {', '.join(KV_TYPES)} (f16)")
     p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default="f16", metavar="TYPE", help="type of the V cache (f16)")
-    p.add_argument("--type-r", choices=CACHE_TYPES, default="f32", metavar="TYPE", help="type of the conv states (f32)")
-    p.add_argument("--type-s", choices=CACHE_TYPES, default="f32", metavar="TYPE", help="type of the SSM states (f32)")
+    p.add_argument("--type-r", choices=FLOAT_TYPES, default="f32", metavar="TYPE", help="type of the conv states (f32)")
+    p.add_argument("--type-s", choices=FLOAT_TYPES, default="f32", metavar="TYPE", help="type of the SSM states (f32)")
 
 
 def open_model(args: argparse.Namespace) -> Model:

@@ -137,7 +137,7 @@ def strips_of(region: Region, choose: Callable[[Step], Sequence[Step]]) -> Strip
     offsets, n_bytes = _laid_out([new for _, new in steps], max(record_size(new.kernel) for _, new in steps) * 8, {*places})
     places |= {i: Place(offset) for i, offset in offsets.items()}
     n = region.n // region.size
-    name = f"strips[{n} x {region.size}: {', '.join(new.kernel_name for _, new in steps)}]"
+    name = f"strips[{n} x {region.size}]"
     parts = []
     for s, new in steps:
         k: Launch = new.kernel

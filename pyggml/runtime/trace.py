@@ -153,7 +153,7 @@ class TracedRunner:
                 last = step.nodes[-1]
                 own = next((p for p in step.parts if any(n is node for n in p.nodes)), None)
                 if own is not None:
-                    kernel = f"{own.kernel_name} in {step.short_name}"
+                    kernel = f"{own.kernel_name} in {step.kernel_name}"
                 if node.seq != last.seq and not (step.parts and any(t is node.out for t in step.outs)):
                     fused_into = last.name
                 elif walk is not None:
