@@ -23,9 +23,10 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
     their rows whole.
 
     Values are widened to float32 (block types dequantized), products and sums are float32. With quantized weights a backend may
-    round b to 16 bits for each 256 values, and of more than 16 columns both sides to bfloat16, where its CPU multiplies that faster
-    (`prec="f32"` keeps it from it). A column of the result has the same bits whatever the other columns and the number of threads
-    are, one of up to 16 columns and one of more.
+    round b to 16 bits for each 256 values, and of more than 32 columns both sides to bfloat16, where its CPU multiplies that faster
+    (`prec="f32"` keeps it from it); infinities may then become NaN. A column of the result has
+    the same bits whatever the other columns and the number of threads are, one of up to 16 columns and one of more than 32; those
+    between are as one or the other, by type and CPU.
     Source: ggml_mul_mat.
 
     >>> import numpy as np, pyggml as pg

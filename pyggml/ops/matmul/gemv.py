@@ -1,4 +1,4 @@
-"""MUL_MAT of few columns (1 to 16 tokens): weights are read once, from where they lie, made float32 in registers and multiplied with
+"""MUL_MAT of few columns (1 to 32 tokens): weights are read once, from where they lie, made float32 in registers and multiplied with
 up to 4 columns while they are there.
 
 An item is 16 rows of one batch, computed in tiles of 4 rows. Dot products are summed as `mul_mat` sums them, 16 partial sums for each
@@ -16,7 +16,7 @@ from pyggml.dtypes import F32
 from pyggml.quants.units_cpu import UNITS, Unit
 from pyggml.tensor import Node, Tensor
 
-MAX_N = 16  # columns
+MAX_N = 32  # columns
 K_BLOCK = 1024  # values of k that are summed at a time, here and in `mul_mat`; a multiple of every type's block
 MAX_COLS, ROWS = 4, 4  # of a tile
 TURN = 64  # weights of a row per turn of a tile's loop, at least
