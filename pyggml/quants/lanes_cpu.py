@@ -239,12 +239,12 @@ def _unpack_q6_K(b: Any, ir: Any, rows: Rows, s: Any, _: Any) -> None:
 
 def _q6_K(b: Any, ir: Any, rows: Rows, _s: Any, i: Any) -> Iterator[list[Any]]:
     i64 = ir.IntType(64)
-    low = rows.at(b, b.mul(i, i64(64)))
+    at_step = rows.at(b, b.mul(i, i64(64)))
+    low = [[_as_pairs(b, ir, v) for v in _turned(b, ir, at_step, 32 * k, 32)] for k in (0, 1)]
     high = [_as_pairs(b, ir, v) for v in _turned(b, ir, rows.at(b, b.mul(i, i64(32))), 128, 32)]
     for g in range(4):
-        vectors = [_as_pairs(b, ir, v) for v in _turned(b, ir, low, 32 * (g % 2), 32)]
         yield [b.or_(_field(b, ir, v, 4 * (g // 2) + k, 15), _field(b, ir, h, 2 * g + k, 3, 4))
-               for v, h in zip(vectors, high, strict=True) for k in (0, 8)]
+               for v, h in zip(low[g % 2], high, strict=True) for k in (0, 8)]
 
 
 def _unpack_q2_K(b: Any, ir: Any, rows: Rows, s: Any, _: Any) -> None:
