@@ -85,8 +85,9 @@ def main() -> None:
             warm = [start(model, cache) for _ in range(args.r)]
         size, rss = Path(model).stat().st_size, median(s.rss for s in warm)
         kernels, seconds = in_notes(r"compile +([0-9]+) kernel", cold.notes), in_notes(r"kernels? in ([0-9.]+) s", cold.notes)
-        print(f"| {Path(model).name} | {size / MIB:.0f} | {kernels:.0f} | {seconds:.1f} | {median(s.first for s in warm):.2f} | {median(s.wall for s in warm):.2f} "
-              f"| {median(s.cpu for s in warm):.2f} | {rss / MIB:.0f} | {(rss - size - kept_bytes(cold.notes)) / MIB:.0f} |", flush=True)
+        times = " | ".join(f"{median(t):.2f}" for t in ([s.first for s in warm], [s.wall for s in warm], [s.cpu for s in warm]))
+        print(f"| {Path(model).name} | {size / MIB:.0f} | {kernels:.0f} | {seconds:.1f} | {times} | {rss / MIB:.0f} "
+              f"| {(rss - size - kept_bytes(cold.notes)) / MIB:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
