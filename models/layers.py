@@ -108,7 +108,7 @@ def attention(w: LayerWeights, x: Tensor, inp: GraphInputs, mem: Memory, il: int
 
 def _heads(cache: Tensor, d: int, n_head: int, n_kv: int) -> Tensor:
     """The first n_kv cells of a cache, a head a row: [d, n_head, n_kv]."""
-    return view(cache, [d, n_head, n_kv], [d * cache.dtype.nbytes, cache.nb[1]])
+    return view(cache, [d, n_head, n_kv], [cache.dtype.row_bytes(d), cache.nb[1]])
 
 
 def head(w: LayerWeights, x: Tensor, inp: GraphInputs, eps: float, logit_scale: float | None = None) -> Tensor:
@@ -170,9 +170,9 @@ def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hp
     paper, in primitive ops, with as many nodes for any number of tokens) or "ssd-fused" (the same as one op, SSD_SCAN); one
     token per sequence takes the recurrence in all. `chunk`: tokens per chunk of the ssd forms, None (for ssd from the
     plan-memory limit of ssd.default_chunk, for ssd-fused as suits its kernel) or "none" (one chunk; for ssd-fused as large as
-    its kernel makes them). `precision`: of SSD_SCAN's products, "f32" or "bf16". `ids` (i32 [n_seqs]): conv and ssm are then
-    pools of rows, and sequence s uses row ids[s]. `il`: the layer's number in names (default: that of the scope around, else
-    0). Source: Dao & Gu 2024 (Mamba-2), listing 1; llama.cpp's build_mamba2_layer.
+    its kernel makes them). `precision`: of the products of both chunked forms, "f32" or "bf16". `ids` (i32 [n_seqs]):
+    conv and ssm are then pools of rows, and sequence s uses row ids[s]. `il`: the layer's number in names (default: that of
+    the scope around, else 0). Source: Dao & Gu 2024 (Mamba-2), listing 1; llama.cpp's build_mamba2_layer.
 
     >>> import pyggml as pg
     >>> hp = dict(ssm_d_conv=4, ssm_d_inner=64, ssm_d_state=16, ssm_n_group=1, ssm_dt_rank=4, f_norm_rms_eps=1e-5)
@@ -230,7 +230,7 @@ def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hp
             y = named(add(y, mul(xs, d)), "mamba2_y_add_d", il)                 # [head_dim, n_head, n, n_seqs]
         else:
             delta = pad(named(softplus(dt), "dt_softplus", il), 0, n_pad - n)   # a padded step has dt 0: it decays by 1 and adds nothing
-            y, new_ssm = ssd.ssd_graph(act, delta, a, d, state0, p.n_group, q, il)
+            y, new_ssm = ssd.ssd_graph(act, delta, a, d, state0, p.n_group, q, il, precision)
             y = view(y, [p.head_dim, p.n_head, n, s], [y.nb[1], y.nb[2], y.nb[2] * n_pad])
             y = named(y, "mamba2_y_add_d", il)
     with scope("gated norm", il):
@@ -266,7 +266,7 @@ def _checked(t: Tensor, ne: list[int], what: str) -> Tensor:
 
 class MambaChoice(NamedTuple):
     """How a context runs its Mamba2 layers: a form of `mamba2_layer` or a user's function in its place, the chunk, and the
-    precision of ssd-fused."""
+    precision of the chunked forms."""
 
     form: str | Mamba2Fn
     chunk: int | str | None = None

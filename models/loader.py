@@ -28,6 +28,7 @@ from pyggml.tensor import Tensor, raw_tensor, tensor
 
 VECTOR_TYPES = (F32, F16, BF16)
 CACHE_TYPES = ("f32", "f16", "bf16")
+KV_TYPES = (*CACHE_TYPES, "q8_0")
 PROBES = {"mamba": "ssm_in.weight", "attention": "attn_q.weight"}  # whose presence shows what a layer is
 
 
@@ -147,15 +148,23 @@ class Model:
         """A place to run the model: memory for n_ctx tokens shared by n_seq_max sequences, states for each of them.
 
         `mamba2`: "auto", "scan", "ssd", "ssd-fused", or a function with the signature of `mamba2_layer` in its place. `chunk`: see
-        `mamba2_layer`; `ssd_precision`: its `precision`. Types: K and V cache f32, f16, bf16; conv (r) and SSM (s) states f32, f16, bf16.
+        `mamba2_layer`; `ssd_precision`: its `precision`. Types: K and V cache f32, f16, bf16, q8_0; conv (r) and SSM (s) states f32, f16,
+        bf16.
         `threads_batch`: threads of graphs of more than one token per sequence (default: `threads`). `flash_attn`: attention as one op (True),
         as products and a softmax (False), or as one op where the backend has it ("auto"). `options` go to the backend: for cpu threads,
         level, prec ("f32": nothing is rounded to less than it is stored in).
         """
+        types = {k: _cache_type(k, t) for k, t in (("type_k", type_k), ("type_v", type_v), ("type_r", type_r), ("type_s", type_s))}
+        if types["type_v"].is_quantized and flash_attn is False:
+            raise ParamError(f"type_v {type_v!r} needs attention as one op; legal without: {', '.join(CACHE_TYPES)}")
+        for name, which in (("type_k", 0), ("type_v", 1)):
+            for il in (i for i, n in enumerate(self.memory_shape().k) if n):
+                size = self.hparams.head_dims(il)[which]
+                if size % types[name].block:
+                    raise ParamError(f"{name} {types[name].name!r}: the heads have {size} elements; legal for them: {', '.join(CACHE_TYPES)}")
         return Context(self, backend=backend, threads=threads, threads_batch=threads_batch, n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max,
                        mamba2=check_mamba2(mamba2), chunk=check_chunk(chunk), ssd_precision=check_precision(ssd_precision), flash_attn=flash_attn,
-                       options=options,
-                       types={k: _cache_type(k, t) for k, t in (("type_k", type_k), ("type_v", type_v), ("type_r", type_r), ("type_s", type_s))})
+                       options=options, types=types)
 
     def build(self, inp: GraphInputs, mem: Memory, mamba2: str | Callable[..., Any], chunk: int | str | None,
               precision: str = "f32", backend: str = "cpu") -> tuple[Tensor, list[Tensor]]:
@@ -243,6 +252,7 @@ def is_matrix(name: str) -> bool:
 
 
 def _cache_type(option: str, name: str) -> DType:
-    if not isinstance(name, str) or name.lower() not in CACHE_TYPES:
-        raise ParamError(f"{option} {name!r}; legal: {', '.join(CACHE_TYPES)}")
+    legal = KV_TYPES if option in ("type_k", "type_v") else CACHE_TYPES
+    if not isinstance(name, str) or name.lower() not in legal:
+        raise ParamError(f"{option} {name!r}; legal: {', '.join(legal)}")
     return dtype(name)

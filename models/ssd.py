@@ -77,15 +77,17 @@ def split_xbc(act: Tensor, head_dim: int, n_head: int, d_state: int, n_group: in
     return x, b, c
 
 
-def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_group: int, q: int, il: int = 0) -> tuple[Tensor, Tensor]:
+def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_group: int, q: int, il: int = 0, precision: str = "f32") -> tuple[Tensor, Tensor]:
     """y [P, H, Nc Q, S] and the new state [N, P, H, S], with gaps only between sequences.
 
     act: [P H + 2 N G, Nc Q, S] (x, B, C after conv and silu); dt: [H, Nc Q, S] after bias and softplus, 0 in padded steps;
-    a, d: [1, H]; state: [N, P, H, S]; q: tokens per chunk.
+    a, d: [1, H]; state: [N, P, H, S]; q: tokens per chunk. `precision`: of the products that come once per head; the one between chunks
+    is float32 in any, as it repeats the rounding of states.
     """
     n_state, p, h, s = state.ne
     g, nc = n_group, act.ne[1] // q
     w, np_ = nc * s, n_state * p
+    keep = None if precision == "f32" else precision
 
     def name(t: Tensor, text: str) -> Tensor:
         t.name = f"{text}-{il}"
@@ -102,12 +104,12 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
     cb = name(mul_mat(b, c), "CB")                                               # [Qj, Qi, G, W]
     m = mul(reshape(decay, [q * q, h // g, g, w]), reshape(cb, [q * q, 1, g, w]))
     m = name(reshape(m, [q, q, h, w]), "surrogate_attention_matrix")
-    y_intra = name(mul_mat(permute(dtx, 1, 2, 0, 3), m), "y_chunk")              # [P, Q, H, W]
+    y_intra = name(mul_mat(permute(dtx, 1, 2, 0, 3), m, precision=keep), "y_chunk")              # [P, Q, H, W]
 
     last = view(cs, [h, 1, w], [cs.nb[1], cs.nb[2]], (q - 1) * cs.nb[1])
     to_end = name(exp(sub(last, cs, type="f32")), "decay_last")                  # [H, Q, W]
     weighted = name(mul(dtx, reshape(to_end, [1, h, q, w])), "dtxdecay")
-    own = mul_mat(permute(b, 1, 0, 2, 3), permute(weighted, 1, 2, 0, 3))         # S_c: [N, P, H, W]
+    own = mul_mat(permute(b, 1, 0, 2, 3), permute(weighted, 1, 2, 0, 3), precision=keep)  # S_c: [N, P, H, W]
     own = name(own, "next_state")
 
     total = cast(view(cs, [h, nc, s], [cs.nb[2], nc * cs.nb[2]], (q - 1) * cs.nb[1]), "f32")
@@ -128,7 +130,7 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
 
     s_in, new_state = name(entering(0, nc), "next_state_updated"), entering(nc, 1)
 
-    y_inter = name(mul_mat(reshape(s_in, [n_state, p, h, w]), c), "y_prev")      # [P, Q, H, W]
+    y_inter = name(mul_mat(reshape(s_in, [n_state, p, h, w]), c, precision=keep), "y_prev")  # [P, Q, H, W]
     from_start = name(exp(cast(cs, "f32")), "exp_dtA_cumsum")                    # [H, Q, W]
     y_inter = mul(permute(y_inter, 0, 2, 1, 3), reshape(from_start, [1, h, q, w]))
     y = add(name(y_inter, "y_prev_mul"), permute(y_intra, 0, 2, 1, 3))

@@ -101,7 +101,7 @@ def _threads(backend: Backend) -> int:
 def _run(case: Case, backend: Backend, values: list[np.ndarray | None], seed: int, verdict: Verdict) -> tuple[list[np.ndarray], str]:
     """Outputs of the case and the kernel's name; what the guards saw goes to the verdict."""
     ins, outs = case.build(seed)
-    constants = [(t, _surrounded(t)) for t in ins if t is not None and t.data is not None]
+    constants = [(t, *_surrounded(t)) for t in ins if t is not None and t.data is not None]
     runner = backend.compile(Graph(outs))
     if isinstance(runner, Watched):
         for buffer in runner.buffers():
@@ -114,7 +114,12 @@ def _run(case: Case, backend: Backend, values: list[np.ndarray | None], seed: in
     if isinstance(runner, Watched):
         made = [t for step in runner.plan.steps for t in step.outs if not any(t is x for x in outs)]  # what a kernel has prepared of its inputs
         verdict.faults += _seen(runner, [t for t in ins if t is not None], [*outs, *made], before, f" on {_threads(backend)} threads")
-    verdict.faults += [f"the constant {t.name} was written" for t, whole in constants if not np.array_equal(t.root.data, whole)]  # type: ignore[arg-type]
+    for t, around, data in constants:
+        assert t.data is not None
+        if not all((guard == POISON).all() for guard in around):
+            verdict.faults.append(f"bytes beside the constant {t.name} were written")
+        if not any(t is o.root for o in outs) and not np.array_equal(t.data, data):
+            verdict.faults.append(f"the constant {t.name} was written")
     return [runner.get(t) for t in outs], _kernel_of(runner)
 
 
@@ -122,15 +127,15 @@ def _kernel_of(runner: Runner) -> str:
     return "+".join(s.kernel_name for s in runner.plan.steps)
 
 
-def _surrounded(t: Tensor) -> np.ndarray:
-    """Give a constant's data poisoned bytes on both sides. A copy of the data."""
+def _surrounded(t: Tensor) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """Give a constant's data poisoned bytes on both sides. These, and the data."""
     data = t.data
     assert data is not None
     whole = np.full(data.nbytes + 2 * GUARD + 64, POISON, np.uint8)
     start = GUARD + -whole.ctypes.data % 64
     t.data = whole[start:start + data.nbytes]
     t.data[...] = data
-    return data
+    return (whole[:start], whole[start + data.nbytes:]), data
 
 
 def _seen(runner: Watched, ins: list[Tensor], outs: list[Tensor], before: list[np.ndarray], where: str) -> list[str]:

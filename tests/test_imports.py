@@ -20,7 +20,7 @@ LAYERS = {
     "graph": ["graph"],
     "plan": ["plan"],
     "simd": ["cpu", "cpu.level", "cpu.simd", "cpu.mathf", "cpu.vector", "cpu.rows", "cpu.tiles", "cpu.blocks"],  # instruction sets and intrinsics
-    "kernels": ["ops.*.cpu", "ops.*.cuda", "ops.matmul.gemv", "ops.matmul.lanes", "ops.matmul.panels", "ops.matmul.words",
+    "kernels": ["ops.*.cpu", "ops.*.cuda", "ops.matmul.gemv", "ops.matmul.lanes", "ops.matmul.panels", "ops.matmul.small", "ops.matmul.words",
                 "ops.attention.flash", "ops.ssd.operands", "quants.cpu", "quants.*_cpu"],
     "backends": ["backends", "backends.*", "cpu", "cpu.*"],
     "gguf": ["gguf", "gguf.*"],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import pyggml as pg
 from pyggml.backends import open_backend
 from pyggml.cpu.level import LEVELS, host_level
+from pyggml.dtypes import dtype
 from pyggml.errors import KernelError, ShapeError
 from pyggml.graph import Graph
 from pyggml.ops.layout.defs import (
@@ -232,6 +233,22 @@ def test_fault_17_get_rows_reads_no_other_row() -> None:
     table = np.full((6, 33), np.nan, np.float32)
     table[[2, 5]] = ramp(33, 2)
     assert np.array_equal(run(get_rows(tensor(table), tensor(np.array([5, 2], np.int32))))[0, 0], ramp(33, 2)[::-1])
+
+
+def test_set_rows_in_blocks() -> None:
+    """The bytes are those of gguf's own quantizer; a value that is not finite makes NaN of its block alone."""
+    x = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32) * np.float32(10.0) ** np.arange(-3, 3, dtype=np.float32)[:, None]
+    dst = raw_tensor(np.zeros(8 * 3 * 34, np.uint8), dtype("q8_0"), [96, 8])
+    ids = np.array([7, 0, 3, 1, 6, 2])
+    pg.compute(set_rows(dst, pg.tensor(x), pg.tensor(ids)), {}, threads=2)
+    assert dst.data is not None
+    rows = dst.data.reshape(8, -1)
+    assert np.array_equal(rows[ids], gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0)) and not rows[[4, 5]].any()
+    for value in (np.nan, np.inf, -np.inf):
+        x[2, 40] = value
+        for backend in ("cpu", "reference"):
+            got = pg.compute(set_rows(dst, pg.tensor(x), pg.tensor(ids)), {}, backend=backend)[3]
+            assert np.isnan(got[32:64]).all() and np.isfinite(got[:32]).all() and np.isfinite(got[64:]).all()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])

@@ -15,6 +15,7 @@ from pyggml.cases import cases_of
 from pyggml.cpu.level import LEVELS, host_level, level_features
 from pyggml.graph import Graph
 from pyggml.guards import check_case, guarded_backends
+from pyggml.models.ssd import ssd_graph
 from pyggml.ops.ssd.defs import ssd_scan
 from pyggml.ops.ssm.defs import ssm_scan
 from pyggml.registry import find_op
@@ -117,6 +118,20 @@ def test_y_and_state_at_sizes_of_models(sizes: tuple[int, int, int, int], decay:
     a = inputs(*sizes, 200, decay=decay, options="b")
     for got, want, limit in zip(scan(a, precision=precision), scan(a, "reference"), LIMITS[precision], strict=True):
         assert nmse(got, want) <= limit
+
+
+@pytest.mark.parametrize("chunk", [32, 64, 128])
+@pytest.mark.parametrize("decay", [WEAK, USUAL], ids=["f7-weak", "usual"])
+@pytest.mark.parametrize("precision", LIMITS)
+def test_the_graph_of_primitive_ops_keeps_to_the_same_limits(precision: str, decay: tuple[float, float], chunk: int) -> None:
+    n_tok, n_head = 384, 6
+    a = inputs(64, 32, n_head, 2, n_tok, decay=decay)
+    act = np.concatenate([a[k].reshape(1, n_tok, -1) for k in "xBC"], axis=-1)
+    steps = np.log1p(np.exp(a["dt"].astype(np.float64))).astype(np.float32)
+    got = pg.compute(ssd_graph(pg.tensor(act), pg.tensor(steps), pg.tensor(a["A"]), pg.tensor(np.zeros((n_head, 1), np.float32)), pg.tensor(a["s"]), 2, chunk,
+                               precision=precision), threads=2)
+    for y, want, limit in zip(got, scan(a, "reference"), LIMITS[precision], strict=True):
+        assert nmse(y.reshape(want.shape), want) <= limit
 
 
 def test_fault_16_state_stays_float32() -> None:

@@ -276,7 +276,7 @@ def test_infinities_of_a_live_sequence_stay_with_it(tiny: dict[str, Model]) -> N
         assert all(nmse(x, logits[0]) <= 1e-11 for x in logits)
 
 
-@pytest.mark.parametrize("types", [{}, {"type_k": "f32", "type_v": "f32"}, {"type_k": "bf16", "type_v": "bf16"}], ids=str)
+@pytest.mark.parametrize("types", [{}, {"type_k": "f32", "type_v": "f32"}, {"type_k": "bf16", "type_v": "bf16"}, {"type_k": "q8_0"}], ids=str)
 def test_both_graphs_of_attention_agree(demo: Model, types: dict[str, str]) -> None:
     outs = []
     for flash_attn in (True, False):
@@ -310,7 +310,8 @@ def test_the_reference_keeps_states_between_steps(tiny: dict[str, Model], form: 
         assert all(np.abs(a - b).max() < 1e-4 for a, b in zip(*outs, strict=True))
 
 
-NARROW = ({"type_k": "f16", "type_v": "f16"}, {"type_k": "bf16", "type_v": "bf16"}, {"type_s": "f16"}, {"type_s": "bf16", "type_r": "bf16"})
+NARROW = ({"type_k": "f16", "type_v": "f16"}, {"type_k": "bf16", "type_v": "bf16"}, {"type_k": "q8_0", "type_v": "q8_0"}, {"type_s": "f16"},
+          {"type_s": "bf16", "type_r": "bf16"})
 
 
 @pytest.mark.parametrize("types", NARROW, ids=str)
@@ -319,8 +320,18 @@ def test_narrow_caches_and_states(demo: Model, types: dict[str, str], form: str)
     want = demo.context(mamba2=form, **F32_CACHE).decode(IDS[:100])
     ctx = demo.context(mamba2=form, n_ubatch=32, **{**F32_CACHE, **types})
     err = nmse(ctx.decode(IDS[:100]), want)
-    limit = {"f16": 1e-5, "bf16": 1e-3}[next(iter(types.values()))]  # rounding of 11 and 8 bits, through seven layers
+    limit = {"f16": 1e-5, "bf16": 1e-3, "q8_0": 1e-3}[next(iter(types.values()))]  # rounding of 11, 8 and 7 bits, through seven layers
     assert 0 < err <= limit
+
+
+def test_where_the_cache_cannot_be_q8_0(demo: Model, tmp_path: Path) -> None:
+    with pytest.raises(ParamError, match="type_v 'q8_0' needs attention as one op; legal without: f32, f16, bf16"):
+        demo.context(type_v="q8_0", flash_attn=False)
+    fabricate("granitehybrid", tmp_path / "m.gguf")
+    with pytest.raises(ParamError, match="type_k 'q8_0': the heads have 8 elements; legal for them: f32, f16, bf16"):
+        pg.load_model(tmp_path / "m.gguf").context(type_k="q8_0")
+    with pytest.raises(ParamError, match="type_s 'q8_0'; legal: f32, f16, bf16"):
+        demo.context(type_s="q8_0")
 
 
 def test_fault_16_a_float16_state_is_never_silently_infinite(tmp_path: Path) -> None:

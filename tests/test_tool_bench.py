@@ -118,7 +118,7 @@ def test_cases_are_named_as_in_llama_bench() -> None:
 def test_a_form_comes_once_for_what_it_does_not_have() -> None:
     found = product(parsed("--mamba2", "scan,ssd,ssd-fused", "--chunk", "16,32", "--ssd-precision", "f32,bf16"))
     assert [(s.mamba2, s.chunk, s.ssd_precision) for s in found] == [
-        ("scan", None, "f32"), ("ssd", 16, "f32"), ("ssd", 32, "f32"), *(("ssd-fused", q, p) for q in (16, 32) for p in ("f32", "bf16"))]
+        ("scan", None, "f32"), *((form, q, p) for form in ("ssd", "ssd-fused") for q in (16, 32) for p in ("f32", "bf16"))]
 
 
 def test_defaults_are_those_of_llama_bench() -> None:
@@ -187,7 +187,7 @@ def test_columns_and_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         assert r["check"] == "ok" and r["logits_nmse"] < (1e-3 if r["ssd_precision"] else 1e-9)
         assert re.fullmatch(r"granitehybrid 6\.00M Q8_0", r["model_type"])
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", r["test_time"])
-    prompt = [("pp6", "scan", None, None), ("pp6", "ssd", 4, None), ("pp6", "ssd-fused", 4, "bf16")]
+    prompt = [("pp6", "scan", None, None), ("pp6", "ssd", 4, "bf16"), ("pp6", "ssd-fused", 4, "bf16")]
     assert [(r["test"], r["mamba2"], r["chunk"], r["ssd_precision"]) for r in found] == [*prompt, *[("tg2", "scan", None, None)] * 3]
     assert found[1]["n_nodes"] == model.graph(6, mamba2="ssd", chunk=4).n_nodes
 
@@ -459,7 +459,7 @@ def test_errors_are_one_line(args: list[str], message: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("args", "message"), [
-    (["-p", "8-4"], "never ends"), (["-pg", "5"], "PROMPT,GEN"), (["-ctk", "q8_0"], "legal: f32, f16, bf16"), (["--backend", "null"], "legal: cpu"),
+    (["-p", "8-4"], "never ends"), (["-pg", "5"], "PROMPT,GEN"), (["-ctk", "q4_0"], "legal: f32, f16, bf16, q8_0"), (["--backend", "null"], "legal: cpu"),
     (["--mamba2", "conv"], "legal: auto, scan, ssd"),
 ])
 def test_wrong_usage(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,7 +188,7 @@ def wrong(layer, name, change):
 cumsum_3 = wrong(3, "cumsum", lambda f, x, **k: f(x, **{**k, "exclusive": True}))
 tri_4 = wrong(4, "tri", lambda f, x, kind, fill: f(x, kind, fill=-3.0))
 exp_1 = wrong(1, "exp", lambda f, x: f(pg.scale(x, 1.01)))
-mul_mat_6 = wrong(6, "mul_mat", lambda f, a, b: f(a, pg.scale(b, 1.001)))
+mul_mat_6 = wrong(6, "mul_mat", lambda f, a, b, **k: f(a, pg.scale(b, 1.001), **k))
 
 
 def nan_3(x, weights, conv, ssm, hparams, *, form, chunk):

@@ -14,7 +14,7 @@ from pyggml.backends.base import PRECISIONS
 from pyggml.cpu.level import n_cores
 from pyggml.models import demo_path
 from pyggml.models.layers import FORMS
-from pyggml.models.loader import CACHE_TYPES
+from pyggml.models.loader import CACHE_TYPES, KV_TYPES
 from pyggml.ops.ssd.defs import SSD_PRECISIONS
 from pyggml.tools.common import attention, chunk, form, precision, whole
 
@@ -89,7 +89,7 @@ def sweep_options(p: argparse.ArgumentParser) -> None:
     """The Mamba2 options over which tools sweep."""
     several(p, "--mamba2", kind=each(form), metavar="FORM,..", text=f"graphs of the Mamba2 layers: auto, {', '.join(FORMS)}, FILE.py:FUNCTION (auto)")
     several(p, "--chunk", kind=each(chunk), metavar="N|none,..", text="tokens per chunk of the ssd forms (default: by a limit on plan memory)")
-    several(p, "--ssd-precision", kind=each(precision), metavar="P,..", text=f"precisions of ssd-fused: {', '.join(SSD_PRECISIONS)} (f32)")
+    several(p, "--ssd-precision", kind=each(precision), metavar="P,..", text=f"precisions of ssd and ssd-fused: {', '.join(SSD_PRECISIONS)} (f32)")
     several(p, "--type-r", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the conv states: {', '.join(CACHE_TYPES)} (f32)")
     several(p, "--type-s", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the SSM states (f32)")
 
@@ -149,7 +149,7 @@ class Case:
 
 def product(args: argparse.Namespace) -> list[Settings]:
     """Every combination of the options that describe how to run, models outermost. A form comes once for all values of what it does not have:
-    chunks in scan, the precision of ssd-fused in scan and ssd."""
+    chunks and precisions in scan."""
     lists: list[Sequence[Any]] = [
         args.model or [str(demo_path())], args.batch_size or [2048], args.ubatch_size or [512], args.threads or [n_cores()], args.threads_batch or [None],
         args.cache_type_k or ["f16"], args.cache_type_v or ["f16"], args.type_r or ["f32"], args.type_s or ["f32"], args.mamba2 or ["auto"],
@@ -157,7 +157,7 @@ def product(args: argparse.Namespace) -> list[Settings]:
         args.ssd_precision or ["f32"], getattr(args, "type_conv", None) or [None], args.flash_attn or ["auto"]]
     found = (Settings(m, b, min(ub, b), t, tb or t, *rest) for m, b, ub, t, tb, *rest in itertools.product(*lists))
     return list(dict.fromkeys(replace(s, chunk=None if s.mamba2 == "scan" else s.chunk,
-                                      ssd_precision="f32" if s.mamba2 in ("scan", "ssd") else s.ssd_precision) for s in found))
+                                      ssd_precision="f32" if s.mamba2 == "scan" else s.ssd_precision) for s in found))
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -184,8 +184,8 @@ def context_lists(p: argparse.ArgumentParser) -> None:
     several(p, "-ub", "--ubatch-size", kind=ranges(1), metavar="N,..", text="tokens per graph (512)")
     several(p, "-t", "--threads", kind=ranges(1), metavar="N,..", text="threads (all cores)")
     several(p, "-tb", "--threads-batch", kind=ranges(1), metavar="N,..", text="threads for graphs of several tokens per sequence (as -t)")
-    several(p, "-ctk", "--cache-type-k", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(CACHE_TYPES)} (f16)")
-    several(p, "-ctv", "--cache-type-v", kind=each(word(*CACHE_TYPES)), metavar="TYPE,..", text="types of the V cache (f16)")
+    several(p, "-ctk", "--cache-type-k", kind=each(word(*KV_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(KV_TYPES)} (f16)")
+    several(p, "-ctv", "--cache-type-v", kind=each(word(*KV_TYPES)), metavar="TYPE,..", text="types of the V cache (f16)")
     several(p, "--prec", kind=each(word(*PRECISIONS)), metavar="PREC,..", text="auto, or f32: no kernel rounds what it reads (auto)")
     p.add_argument("-fa", "--flash-attn", action="extend", nargs="?", const=["on"], type=each(attention), metavar="on|off|auto,..",
                    help="attention as one op: on, off, or where the backend has it (auto)")

@@ -70,7 +70,7 @@ def form_ran(model: Model, s: Settings, n_seq_tokens: int, n_seqs: int) -> Row:
     row["mamba2"] = form_name(s.mamba2) if ran == "user" else ran
     if ran == "ssd" or (ran != "scan" and s.chunk is not None):
         row["chunk"] = chunk_size(s.chunk, n_seq_tokens, n_seqs, SSM(model.hparams).n_head)
-    if ran == "ssd-fused":
+    if ran in ("ssd", "ssd-fused"):
         row["ssd_precision"] = s.ssd_precision
     return row
 

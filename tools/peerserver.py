@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-GGML_TYPES = {"f32": 0, "f16": 1, "bf16": 30}
+GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 ERROR_LEVEL = 4
 
 

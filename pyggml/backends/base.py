@@ -12,6 +12,7 @@ from pyggml.dtypes import BF16, bf16_to_f32
 from pyggml.errors import GraphError, ShapeError
 from pyggml.graph import Graph
 from pyggml.plan import Plan
+from pyggml.quants import dequantize
 from pyggml.tensor import Node, Tensor, encode
 
 PRECISIONS = ("auto", "f32")
@@ -27,7 +28,7 @@ class Runner(Protocol):
         """Fill an input. The array's shape is t.ne reversed (leading ones may be dropped)."""
 
     def get(self, t: Tensor) -> np.ndarray:
-        """A copy of a tensor's value in NumPy order; BF16 comes as float32."""
+        """A copy of a tensor's value in NumPy order; BF16 and block types come as float32."""
 
     def run(self) -> None:
         """Compute all steps."""
@@ -66,10 +67,12 @@ def check_array(t: Tensor, value: np.ndarray) -> np.ndarray:
     return encode(value, t.dtype).reshape(want)
 
 
-def typed_view(t: Tensor, storage: np.ndarray) -> np.ndarray:
-    """A tensor of a plain type over its root's storage (bytes), in NumPy order; BF16 as uint16 bits."""
-    assert t.dtype.np is not None
-    raw = storage.reshape(-1).view(np.uint8)[t.offs:]
+def typed_view(t: Tensor, storage: np.ndarray, offset: int | None = None) -> np.ndarray:
+    """A tensor over its root's storage (bytes), in NumPy order; BF16 as uint16 bits, block types as bytes: [..., blocks of a row, bytes of a block].
+    `offset`: where in it the tensor begins, if not at t.offs."""
+    raw = storage.reshape(-1).view(np.uint8)[t.offs if offset is None else offset:]
+    if t.dtype.np is None:
+        return as_strided(raw, (*t.ne[:0:-1], t.ne[0] // t.dtype.block, t.dtype.nbytes), (*t.nb[::-1], 1))
     return as_strided(raw[: len(raw) // t.dtype.nbytes * t.dtype.nbytes].view(t.dtype.np), t.ne[::-1], t.nb[::-1])
 
 
@@ -84,7 +87,9 @@ def _natural(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def decode(t: Tensor, stored: np.ndarray) -> np.ndarray:
-    """A contiguous copy of a tensor's stored value; BF16 bits become float32."""
+    """A contiguous copy of a tensor's stored value; BF16 bits and blocks become float32."""
+    if t.dtype.is_quantized:
+        return dequantize(stored, t.dtype).reshape(t.ne[::-1])
     return bf16_to_f32(stored) if t.dtype is BF16 else np.array(stored, order="C")
 
 

@@ -231,9 +231,7 @@ class CpuRunner:
         return int(self._arena.ctypes.data) + offset + t.offs
 
     def view(self, t: Tensor) -> np.ndarray:
-        """The live memory of a tensor of a plain type, in NumPy order (BF16 as uint16 bits)."""
-        if t.dtype.np is None:
-            raise GraphError(f"{t.name}: {t.dtype.name} blocks have no NumPy view")
+        """The live memory of a tensor, in NumPy order (BF16 as uint16 bits, block types as bytes; see typed_view)."""
         self._sync()
         if t.root.data is not None:
             return typed_view(t, t.root.data)
@@ -251,7 +249,7 @@ class CpuRunner:
         self._given.add(id(t))
 
     def get(self, t: Tensor) -> np.ndarray:
-        """A copy of a tensor's value; BF16 comes as float32."""
+        """A copy of a tensor's value; BF16 and block types come as float32."""
         live = self.view(t)
         if t.root.data is None and self.memory.user is not self._ticket:
             raise GraphError(f"{t.name or 'tensor'} has no value: run the graph first, and again when another graph of its backend was used")

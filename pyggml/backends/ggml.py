@@ -37,7 +37,6 @@ import weakref
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from pyggml.backends.base import check_array, decode, require_input, require_inputs_set, typed_view
 from pyggml.backends.ggml_lib import MAX_THREADS, OUTPUT_FLAG, GgmlTensor, InitParams, Library, ThreadpoolParams, load
@@ -230,16 +229,16 @@ class GgmlRunner:
         return int(self._struct(t).data or 0)
 
     def view(self, t: Tensor) -> np.ndarray:
-        """The live memory of a tensor of a plain type, in NumPy order (BF16 as uint16 bits), to be read alone: `set` writes, and ids are checked
-        after it. With `reuse` on, results other than the graph's outputs are overwritten in a run and are refused."""
-        if t.dtype.np is None:
-            raise GraphError(f"{t.name}: {t.dtype.name} blocks have no NumPy view")
+        """The live memory of a tensor, in NumPy order (see typed_view), to be read alone: `set` writes, and ids are checked after it.
+        With `reuse` on, results other than the graph's outputs are overwritten in a run and are refused."""
         address = self.address(t)
         kept = t.root.node is None or not self._backend.reuse or any(t.root is o.root for o in self.plan.graph.outputs)
         if not kept:
             raise GraphError(f"{t.name} is no output of this graph and its memory is used again; legal: outputs, inputs, and all with reuse=False")
         raw = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (t.nbytes,))
-        return as_strided(raw.view(t.dtype.np), t.ne[::-1], t.nb[::-1], writeable=False)
+        view = typed_view(t, raw, 0)
+        view.flags.writeable = False
+        return view
 
     def set(self, t: Tensor, value: np.ndarray) -> None:
         """Fill an input; GraphError for any other tensor."""
@@ -249,7 +248,7 @@ class GgmlRunner:
         self._unchecked = True
 
     def get(self, t: Tensor) -> np.ndarray:
-        """A copy of a tensor's value; BF16 comes as float32."""
+        """A copy of a tensor's value; BF16 and block types come as float32."""
         return decode(t, self.view(t))
 
     def run(self) -> None:

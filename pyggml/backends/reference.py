@@ -18,7 +18,7 @@ from pyggml.dtypes import BF16, F16, F64, DType, bf16_to_f32, f32_to_bf16
 from pyggml.errors import ShapeError
 from pyggml.graph import Graph
 from pyggml.plan import Plan, single_steps
-from pyggml.quants import dequantize
+from pyggml.quants import dequantize, quantize
 from pyggml.tensor import Node, Tensor, encode
 
 
@@ -65,8 +65,12 @@ class ReferenceRunner:
             value = np.asarray(value)
             if value.size != t.n_elements:
                 raise ShapeError(f"{node.op.name}: the reference gave shape {value.shape}; the rule says ne {list(t.ne)}")
-            rounded = _round(t.dtype, value).reshape(t.ne[::-1])
-            self._view(t)[...] = rounded
+            value, live = value.reshape(t.ne[::-1]), self._view(t)
+            if t.dtype.is_quantized:
+                _write_blocks(t, value, live)
+                continue
+            rounded = _round(t.dtype, value)
+            live[...] = rounded
             if t.root.data is not None:
                 with np.errstate(over="ignore"):
                     typed_view(t, t.root.data)[...] = encode(rounded, t.dtype)
@@ -92,6 +96,18 @@ def _new_shadow(root: Tensor) -> np.ndarray:
     assert root.dtype.np is not None
     flat = root.data.reshape(-1).view(root.dtype.np)
     return np.array(_as_float(root.dtype, flat))
+
+
+def _write_blocks(t: Tensor, value: np.ndarray, live: np.ndarray) -> None:
+    """Write blocks whose values change, and those alone: a block may not survive that its own values are quantized again."""
+    blocks = (*t.ne[::-1][:-1], -1, t.dtype.block)
+    new, old = value.reshape(blocks), live.reshape(blocks)
+    changed = ((new != old) & ~(np.isnan(new) & np.isnan(old))).any(axis=-1)
+    stored = quantize(new[changed].astype(np.float32), t.dtype)
+    old[changed] = dequantize(stored, t.dtype)
+    live[...] = old.reshape(live.shape)
+    if t.root.data is not None:
+        typed_view(t, t.root.data)[changed] = stored
 
 
 def _as_float(dt: DType, stored: np.ndarray) -> np.ndarray:

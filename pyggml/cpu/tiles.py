@@ -93,18 +93,21 @@ def _tile_products(b: Any, ir: Any, planes: tuple[int, int], operands: Any) -> N
         def fetch(number: int, rows: list[Any], at: Any, which: int, plane: int) -> None:
             tile("tileloadd64", number, b.gep(rows[which], [b.add(at, i64(TILE * plane))]), i64(_ROW))
 
-        for a_plane in range(a_planes):
-            for x_plane in range(x_planes if a_plane == 0 else 1):
-                if x_plane == 0:
-                    fetch(6, a_rows, a_at, 0, a_plane)
+        held: tuple[int, int] = (-1, -1)
+        for a_plane, x_plane in [(0, p) for p in reversed(range(x_planes))] + [(p, 0) for p in range(1, a_planes)]:
+            if a_plane != held[0]:
+                fetch(6, a_rows, a_at, 0, a_plane)
+            if x_plane != held[1]:
                 fetch(4, x_rows, x_at, 0, x_plane)
-                tile("tdpbf16ps", 0, i8(4), i8(6))
-                if x_plane == 0:
-                    fetch(7, a_rows, a_at, 1, a_plane)
-                tile("tdpbf16ps", 1, i8(4), i8(7))
+            tile("tdpbf16ps", 0, i8(4), i8(6))
+            if a_plane != held[0]:
+                fetch(7, a_rows, a_at, 1, a_plane)
+            tile("tdpbf16ps", 1, i8(4), i8(7))
+            if x_plane != held[1]:
                 fetch(5, x_rows, x_at, 1, x_plane)
-                tile("tdpbf16ps", 2, i8(5), i8(6))
-                tile("tdpbf16ps", 3, i8(5), i8(7))
+            tile("tdpbf16ps", 2, i8(5), i8(6))
+            tile("tdpbf16ps", 3, i8(5), i8(7))
+            held = a_plane, x_plane
         return []
 
     loop(b, ir, n, [], step)
@@ -260,3 +263,27 @@ def turn_halves(b: Any, ir: Any, dst: Any, src: Any, row: Any) -> None:
     """A turned tile at dst of 32 bfloat16 of 16 rows, `row` bytes apart."""
     i64 = ir.IntType(64)
     _store_turned(b, ir, dst, [load(b, ir, b.gep(src, [b.mul(row, i64(r))]), ir.FloatType(), LANES, 2) for r in range(LANES)])
+
+
+def _columns(b: Any, ir: Any, src: Any, stride: Any) -> list[Any]:
+    """16 float32 at each of 32 places."""
+    return [load_floats(b, ir, b.gep(src, [b.mul(stride, ir.IntType(64)(k))])) for k in range(TILE_K)]
+
+
+@intrinsic("void(ptr, ptr, i64)")
+def turn_columns(b: Any, ir: Any, dst: Any, src: Any, stride: Any) -> None:
+    """turn_floats of rows that stand side by side: value k of all of them is at src + k * stride."""
+    halves, order = ir.VectorType(ir.IntType(16), 2 * LANES), [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]
+    places = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order)
+    columns = _columns(b, ir, src, stride)
+    for i in range(LANES):
+        bits = b.bitcast(_round(b, ir, columns[2 * i], columns[2 * i + 1]), halves)
+        store_floats(b, b.gep(dst, [ir.IntType(64)(_ROW * i)]), _words(b, ir, b.shuffle_vector(bits, bits, places)))
+
+
+@intrinsic("void(ptr, ptr, i64)")
+def plain_columns(b: Any, ir: Any, dst: Any, src: Any, stride: Any) -> None:
+    """A plain tile of 16 rows of 32 float32 that stand side by side, as for turn_columns."""
+    columns = _columns(b, ir, src, stride)
+    for r, (low, high) in enumerate(zip(*(transposed(b, ir, columns[k:k + LANES]) for k in (0, LANES)), strict=True)):
+        store_floats(b, b.gep(dst, [ir.IntType(64)(_ROW * r)]), _words(b, ir, _round(b, ir, low, high)))

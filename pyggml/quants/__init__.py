@@ -18,6 +18,17 @@ WEIGHT_TYPES: tuple[DType, ...] = (F32, F16, BF16, *DEQUANTIZE)
 """Types that weights may be stored in: what MUL_MAT and GET_ROWS turn into float32."""
 
 
+QUANTIZE: dict[DType, Callable[[np.ndarray], np.ndarray]] = {Q8_0: legacy.quantize_q8_0}
+
+
+def quantize(values: np.ndarray, dt: DType) -> np.ndarray:
+    """Stored bytes uint8 [..., row bytes] of float32 values [..., elements], rows of whole blocks. DTypeError for types that nothing writes."""
+    fn = QUANTIZE.get(dt)
+    if fn is None:
+        raise DTypeError(f"type {dt.name} is not written; known: {', '.join(t.name for t in QUANTIZE)}")
+    return fn(np.ascontiguousarray(values, np.float32).reshape(-1, dt.block)).reshape(*values.shape[:-1], -1)
+
+
 def dequantize(raw: np.ndarray, dt: DType) -> np.ndarray:
     """float32 values of stored bytes: `raw` is uint8 [..., row bytes], the result [..., elements]. DTypeError for types
     that the engine does not compute with."""

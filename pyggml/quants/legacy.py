@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+Q8_LEAST = 2.0 ** -100  # blocks without a larger value are zero: their scale would be in float16
+
 
 def scales(blocks: np.ndarray, at: int) -> np.ndarray:
     """The float16 at byte `at` of each block, as float32 [n, 1]."""
@@ -18,6 +20,17 @@ def scales(blocks: np.ndarray, at: int) -> np.ndarray:
 def dequantize_q8_0(blocks: np.ndarray) -> np.ndarray:
     """[n, 34] bytes -> [n, 32] float32."""
     return scales(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def quantize_q8_0(values: np.ndarray) -> np.ndarray:
+    """[n, 32] float32 -> [n, 34] bytes: d = largest / 127, q the nearest whole number to w / d, of two the even one. A block with a value that is
+    not finite gets the scale NaN. Source: ggml's quantize_row_q8_0."""
+    top = np.abs(values).max(axis=-1, keepdims=True)
+    usable = np.isfinite(top) & (top > np.float32(Q8_LEAST))
+    d = np.where(usable, top / np.float32(127), np.where(np.isfinite(top), np.float32(0), np.float32(np.nan)))
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        q = np.where(usable, np.rint(values * (np.float32(1) / d)), np.float32(0)).astype(np.int8)
+        return np.concatenate([d.astype("<f2").view(np.uint8), q.view(np.uint8)], axis=-1)
 
 
 def _nibbles(blocks: np.ndarray, at: int) -> np.ndarray:

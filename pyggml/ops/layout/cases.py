@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from pyggml.cases import (
     Case,
     Draw,
@@ -26,7 +28,7 @@ from pyggml.cases import (
     perf,
     whole,
 )
-from pyggml.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64
+from pyggml.dtypes import BF16, F16, F32, F64, I8, I16, I32, I64, Q8_0
 from pyggml.errors import DTypeError, KernelError, ParamError, ShapeError
 from pyggml.ops.layout.defs import (
     arange,
@@ -493,6 +495,15 @@ def _set(type: str, type_idx: str, ne: Ne, nr23: tuple[int, int], r: int, v: boo
     return case(leaf(type, (n0, n1, c2, c3)), leaf(F32, (n0, k, c2, c3), inside=(n0, r, c2, c3)), leaf(type_idx, (k, n2, n3), inside=(r, n2, n3)))
 
 
+def _with(value: float) -> Fill:
+    """Numbers in [-1, 1] with one other among them, or all 0."""
+    def fill(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        x = rng.uniform(-1, 1, shape) * (1e-33 if value == 1e-33 else 1) * (value != 0)
+        x[..., 5] = value
+        return x
+    return fill
+
+
 @set_rows.cases
 def _set_rows_cases() -> Iterator[Case]:
     for type_idx in ("i64", "i32"):
@@ -508,6 +519,12 @@ def _set_rows_cases() -> Iterator[Case]:
     yield case(leaf(F16, (9, 40, 2), perm=(1, 0)), f32(40, 3, 2), i32(3, 2), note="columns")
     yield case(f32(40, 9), f32(3, 40, perm=(1, 0)), i32(3), note="strided rows")
     yield case(f32(130, 3), f32(130, 64), i32(64), note="equal ids")
+    for type_idx, ne, nr23, r in (("i64", (256, 5, 7, 3), (1, 1), 1), ("i32", (96, 11, 1, 7), (2, 3), 7)):
+        yield _set("q8_0", type_idx, ne, nr23, r, False)
+    yield case(leaf(Q8_0, (64, 9)), f32(3, 64, perm=(1, 0)), i32(3), note="strided rows")
+    yield case(leaf(Q8_0, (64, 3)), f32(64, 40), i32(40), note="equal ids")
+    for value in (1e-33, 0.0, 1e9):
+        yield case(leaf(Q8_0, (32, 2)), Leaf(F32, (32, 1, 1, 1), fill=_with(value)), i32(1), note=f"a value of {value}")
     yield perf(leaf(F16, (256, 4096)), f32(256, 512), leaf(I64, (512,)), note="granite-4.0-h 350m K cache")
     yield perf(f32(196608, 4), f32(196608, 1), leaf(I64, (1,)), note="granite-4.0-h 350m SSM state")
 
@@ -515,7 +532,7 @@ def _set_rows_cases() -> Iterator[Case]:
 @set_rows.errors
 def _set_rows_errors() -> Iterator[ErrorCase]:
     x, ids = f32(6, 4), leaf(I64, (3,))
-    yield error(DTypeError, "SET_ROWS: dst is i32; legal: f32, f16, bf16", i32(6, 4), f32(6, 3), ids)
+    yield error(DTypeError, "SET_ROWS: dst is i32; legal: f32, f16, bf16, q8_0", i32(6, 4), f32(6, 3), ids)
     yield error(DTypeError, "SET_ROWS: src is f16; legal: f32", x, f16(6, 3), ids)
     yield error(DTypeError, "SET_ROWS: ids is f32; legal: i64, i32", x, f32(6, 3), f32(3))
     yield error(ShapeError, "SET_ROWS: src has ne [6, 2, 1, 1]; legal for dst of ne [6, 4, 1, 1] and 3 ids: [6, 3, 1, 1]", x, f32(6, 2), ids)
@@ -526,8 +543,10 @@ def _set_rows_errors() -> Iterator[ErrorCase]:
 
 @set_rows.random
 def _set_rows_random(draw: Draw) -> Case:
-    n, m, b1, b2 = draw_dim(draw, 140), draw.integer(1, 20), draw.integer(1, 3), draw.integer(1, 2)
+    dt = draw.choice((F32, F16, BF16, Q8_0))
+    n = 32 * draw.integer(1, 4) if dt is Q8_0 else draw_dim(draw, 140)
+    m, b1, b2 = draw.integer(1, 20), draw.integer(1, 3), draw.integer(1, 2)
     c1, c2 = b1 * draw.integer(1, 2), b2 * draw.integer(1, 2)
     k = draw.integer(1, 30)
-    dst = draw_leaf(draw, draw.choice((F32, F16, BF16)), (n, m, c1, c2))
+    dst = leaf(dt, (n, m, c1, c2)) if dt is Q8_0 else draw_leaf(draw, dt, (n, m, c1, c2))
     return case(dst, draw_leaf(draw, F32, (n, k, c1, c2)), draw_leaf(draw, draw.choice((I64, I32)), (k, b1, b2)))

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pyggml.cpu.rows import gather
 from pyggml.cpu.simd import LOAD as LOADS
 from pyggml.cpu.simd import STORE as STORES
-from pyggml.cpu.simd import Helper, Intrinsic, at, bad_index, copy_bytes, element, helper, ld_i32, narrow, st_f32, st_i32, zero_bytes
+from pyggml.cpu.simd import Helper, Intrinsic, at, bad_index, copy_bytes, element, helper, ld_i32, narrow, st_f16, st_f32, st_i32, zero_bytes
 from pyggml.cpu.vector import load, transposed
-from pyggml.dtypes import DType
-from pyggml.quants.cpu import DEQUANT_ROW
+from pyggml.dtypes import Q8_0, DType
+from pyggml.quants.cpu import DEQUANT_ROW, quantize_q8_0
 from pyggml.registry import kernel
 from pyggml.tensor import Node, Shape, Tensor, contiguous_nb
 
@@ -395,8 +396,12 @@ def _set_row(node: Node) -> dict[str, Any]:
     return {"COPY": _copy(dst, src), "LOAD_ID": LOADS[ids.dtype.name]}
 
 
+def _blocks_written(node: Node) -> str | None:
+    return f"dst is {node.out.dtype.name}" if node.out.dtype.is_quantized else None
+
+
 # why blocks of columns: each destination element then has one writer, which takes the rows in order, so of equal ids the last wins.
-@kernel("SET_ROWS", "cpu", operands=lambda n: list(n.src), params=lambda n: [_columns(n)], bind=_set_row, status=True,
+@kernel("SET_ROWS", "cpu", when=_blocks_written, operands=lambda n: list(n.src), params=lambda n: [_columns(n)], bind=_set_row, status=True,
         items=lambda n: -(-n.out.ne[0] // _columns(n)) * n.out.ne[2] * n.out.ne[3],
         chunk=lambda n: BLOCK // (min(_columns(n), n.out.ne[0]) * _n_ids(n)))
 def set_rows(dst: Any, src: Any, ids: Any, w: Any, status: Any, i0: Any, i1: Any) -> None:
@@ -417,3 +422,38 @@ def set_rows(dst: Any, src: Any, ids: Any, w: Any, status: Any, i0: Any, i1: Any
                 COPY(at(d, row * dst.nb1), dst.nb0, 0, at(s, k * src.nb1), src.nb0, 0, n, 1)
             else:
                 bad_index(status, row, dst.ne1)
+
+
+def _not_q8_0(node: Node) -> str | None:
+    return None if node.out.dtype is Q8_0 else f"dst is {node.out.dtype.name}"
+
+
+def _set_blocks(node: Node) -> dict[str, Any]:
+    _, src, ids = node.src
+    assert src is not None and ids is not None
+    return {"IN_PLACE": src.nb[0] == 4, "LOAD_ID": LOADS[ids.dtype.name]}
+
+
+IN_PLACE = True  # bound: the rows of src have no gaps
+
+
+@kernel("SET_ROWS", "cpu", when=_not_q8_0, operands=lambda n: list(n.src), bind=_set_blocks, status=True, scratch=lambda _: 4 * Q8_0.block,
+        items=lambda n: n.out.ne[0] // Q8_0.block * n.out.ne[2] * n.out.ne[3], chunk=lambda n: BLOCK // (Q8_0.block * _n_ids(n)))
+def set_rows_q8_0(dst: Any, src: Any, ids: Any, status: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Blocks [i0, i1) of 32 columns, in all rows of src."""
+    n_blocks = dst.ne0 // 32
+    for i in range(i0, i1):
+        plane, block = i // n_blocks, i % n_blocks
+        i2, i3 = plane % dst.ne2, plane // dst.ne2
+        row_ids = at(ids.p, i2 % ids.ne1 * ids.nb1 + i3 % ids.ne2 * ids.nb2)
+        for k in range(src.ne1):
+            row = LOAD_ID(at(row_ids, k * ids.nb0), 0)
+            if row < 0 or row >= dst.ne1:
+                bad_index(status, row, dst.ne1)
+                continue
+            values = at(src.p, block * 32 * src.nb0 + k * src.nb1 + i2 * src.nb2 + i3 * src.nb3)
+            if not IN_PLACE:
+                gather(scratch, values, src.nb0, 32)
+                values = scratch
+            to = at(dst.p, block * dst.nb0 + row * dst.nb1 + i2 * dst.nb2 + i3 * dst.nb3)
+            st_f16(to, 0, quantize_q8_0(at(to, 2), values))

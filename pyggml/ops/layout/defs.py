@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pyggml.dtypes import BF16, F16, F32, I32, I64
+from pyggml.dtypes import BF16, F16, F32, I32, I64, Q8_0
 from pyggml.errors import DTypeError, KernelError, ParamError
 from pyggml.quants import WEIGHT_TYPES
 from pyggml.registry import Cost, Pointwise, Spec, is_number, is_whole, like, op, out, require, require_type
@@ -328,7 +328,7 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Spec:
     """Write rows into dst by number: dst[:, ids[k, i, j], i', j'] = src[:, k, i', j'], with i = i' % b1, j = j' % b2; the
     result is dst. Of equal ids the last row wins, on any number of threads.
 
-    dst: [n, m, c1, c2] of f32, f16, bf16; src: f32 [n, k, c1, c2]; ids: i64 or i32 [k, b1, b2], where b1 divides c1 and b2
+    dst: [n, m, c1, c2] of f32, f16, bf16, q8_0; src: f32 [n, k, c1, c2]; ids: i64 or i32 [k, b1, b2], where b1 divides c1 and b2
     divides c2. A row whose id is outside 0 to m - 1 is not written, and the run ends in KernelError. Source: ggml_set_rows.
 
     >>> import numpy as np, pyggml as pg
@@ -338,7 +338,7 @@ def set_rows(dst: Tensor, src: Tensor, ids: Tensor) -> Spec:
            [1., 1.],
            [0., 0.]])
     """
-    require_type("SET_ROWS", "dst", dst, F32, F16, BF16)
+    require_type("SET_ROWS", "dst", dst, F32, F16, BF16, Q8_0)
     require_type("SET_ROWS", "src", src, F32)
     require_type("SET_ROWS", "ids", ids, I64, I32)
     n, _, c1, c2 = dst.ne
@@ -362,7 +362,8 @@ def _set_rows(dst: np.ndarray, src: np.ndarray, ids: np.ndarray) -> np.ndarray:
 def _set_rows_cost(node: Node) -> Cost:
     src, ids = node.src[1], node.src[2]
     assert src is not None
-    return Cost(0, _bytes(src) + src.n_elements * node.out.dtype.nbytes + _bytes(ids))
+    written = src.n_elements // node.out.dtype.block * node.out.dtype.nbytes
+    return Cost(0, _bytes(src) + written + _bytes(ids))
 
 
 # What the rules share

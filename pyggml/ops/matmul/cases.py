@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pyggml.cases import Case, Draw, ErrorCase, Leaf, case, draw_dim, draw_leaf, error, f32, form, i32, leaf, perf
 from pyggml.dtypes import BF16, F16, F32, Q4_0, Q8_0, dtype
-from pyggml.errors import DTypeError, ShapeError
-from pyggml.ops.matmul.defs import ACTIVATION_TYPES, mul_mat
+from pyggml.errors import DTypeError, ParamError, ShapeError
+from pyggml.ops.matmul.defs import ACTIVATION_TYPES, PRECISIONS, mul_mat
 from pyggml.quants import WEIGHT_TYPES
 
 TYPES = [t.name for t in WEIGHT_TYPES]
@@ -113,6 +113,14 @@ def _own_cases() -> Iterator[Case]:
     yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(64, 64, 6, 3), note="ssd M x")
     yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(128, 6, 64, 3, perm=(1, 2, 0, 3)), note="ssd state of a chunk")
     yield case(f32(128, 32, 6, 3), f32(128, 2, 64, 3, perm=(0, 2, 1, 3)), note="ssd state times C")
+    for k, m, n in ((32, 32, 32), (64, 130, 140), (33, 45, 8), (600, 31, 41), (1100, 20, 9), (31, 40, 40), (64, 32, 7)):
+        yield case(f32(k, m, 2), f32(k, n, 4), precision="bf16")
+    yield case(f32(45, 100, 3, perm=(1, 0, 2)), f32(77, 100, 3, perm=(1, 0, 2)), precision="bf16", note="both transposed")
+    yield case(f32(3, 45, 70, perm=(2, 1, 0)), f32(3, 77, 70, perm=(2, 1, 0)), precision="bf16", note="batch innermost")
+    yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(64, 64, 6, 3), precision="bf16", note="ssd M x")
+    yield case(f32(32, 6, 64, 3, perm=(1, 2, 0, 3)), f32(128, 6, 64, 3, perm=(1, 2, 0, 3)), precision="bf16", note="ssd state of a chunk")
+    yield case(f32(128, 32, 6, 3), f32(128, 2, 64, 3, perm=(0, 2, 1, 3)), precision="bf16", note="ssd state times C")
+    yield perf(f32(64, 48, 256, 2, perm=(1, 2, 0, 3)), f32(256, 256, 48, 2), precision="bf16", note="ssd M x")
 
 
 @mul_mat.errors
@@ -120,6 +128,7 @@ def _mul_mat_errors() -> Iterator[ErrorCase]:
     yield error(DTypeError, "MUL_MAT: a is i32; legal: f32, f16, bf16", i32(4, 2), f32(4, 3))
     yield error(DTypeError, "MUL_MAT: a is iq2_s; legal: f32, f16, bf16", leaf("iq2_s", (256, 2)), f32(256, 3))
     yield error(DTypeError, "MUL_MAT: b is q8_0; legal: f32, f16, bf16", f32(32, 2), leaf("q8_0", (32, 3)))
+    yield error(ParamError, "MUL_MAT: precision 'f16'; legal: None, 'bf16'", f32(4, 2), f32(4, 3), precision="f16")
     yield error(ShapeError, "a has ne [5, 2, 1, 1] and b [4, 3, 1, 1]; dim 0 must be the same K", f32(5, 2), f32(4, 3))
     yield error(ShapeError, "in dim 2, one of 3 and 4 must divide the other", f32(4, 2, 3), f32(4, 2, 4))
     yield error(ShapeError, "in dim 3, one of 2 and 3 must divide the other", f32(4, 2, 1, 2), f32(4, 2, 1, 3))
@@ -136,4 +145,6 @@ def _mul_mat_random(draw: Draw) -> Case:
     if draw.integer(1, 4) == 1:  # b repeated: not in ggml
         a_ne, b_ne = (k, m, *b_ne[2:]), (k, n, a2, a3)
     a = leaf(a_type, a_ne) if a_type.is_quantized else draw_leaf(draw, a_type, a_ne)
-    return case(a, draw_leaf(draw, draw.choice(ACTIVATION_TYPES) if a_type is F32 else F32, b_ne))
+    b_type = draw.choice(ACTIVATION_TYPES) if a_type is F32 else F32
+    b = draw_leaf(draw, b_type, b_ne)
+    return case(a, b, precision=draw.choice(PRECISIONS)) if a_type is b_type is F32 else case(a, b)

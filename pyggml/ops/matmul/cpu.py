@@ -387,5 +387,6 @@ kernel("MUL_MAT", "cpu", **gemv.OPTIONS)(gemv.mul_mat_few)
 kernel("MUL_MAT", "cpu", **words.OPTIONS)(words.mul_mat_words)
 
 from pyggml.ops.matmul import panels as panels  # noqa: E402
+from pyggml.ops.matmul import small as small  # noqa: E402
 
 kernel("MUL_MAT", "cpu", **lanes.OPTIONS)(lanes.mul_mat_lanes)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from pyggml.dtypes import BF16, F16, F32
+from pyggml.errors import ParamError
 from pyggml.quants import WEIGHT_TYPES
 from pyggml.registry import Cost, Spec, default_bytes, op, out, require, require_type
 from pyggml.tensor import Node, Tensor
 
 ACTIVATION_TYPES = (F32, F16, BF16)
 """Types that `b` may have."""
+PRECISIONS = (None, "bf16")
 
 
 @op("MUL_MAT", inputs="a b", limit=1e-12)
-def mul_mat(a: Tensor, b: Tensor) -> Spec:
+def mul_mat(a: Tensor, b: Tensor, *, precision: str | None = None) -> Spec:
     """Dot products of the rows of a with the rows of b: out[i, j] = sum over k of a[k, i] b[k, j].
 
     a: [K, m, a2, a3] of f32, f16, bf16 or a block type (quants.WEIGHT_TYPES). b: [K, n, b2, b3] of f32, f16 or bf16, where a2
@@ -24,10 +26,10 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
 
     Values are widened to float32 (block types dequantized), products and sums are float32. With quantized weights a backend may
     round b to 16 bits for each 256 values, and of more than 32 columns both sides to bfloat16, where its CPU multiplies that faster
-    (`prec="f32"` keeps it from it); infinities may then become NaN. A column of the result has
-    the same bits whatever the other columns and the number of threads are, one of up to 16 columns and one of more than 32; those
-    between are as one or the other, by type and CPU.
-    Source: ggml_mul_mat.
+    (`prec="f32"` keeps it from it); infinities may then become NaN. A column of the result has the same bits whatever the other columns
+    and the number of threads are, one of up to 16 columns and one of more than 32; those between are as one or the other, by type and CPU.
+    `precision`: "bf16" lets a backend round float32 factors to bfloat16 too, where its CPU multiplies that faster.
+    Source: ggml_mul_mat; ggml_mul_mat_set_prec.
 
     >>> import numpy as np, pyggml as pg
     >>> a, b = pg.tensor(np.array([[1, 2], [3, 4], [5, 6]], np.float32)), pg.tensor(np.array([[10, 1]], np.float32))
@@ -37,6 +39,7 @@ def mul_mat(a: Tensor, b: Tensor) -> Spec:
     require_type("MUL_MAT", "a", a, *WEIGHT_TYPES)
     require_type("MUL_MAT", "b", b, *ACTIVATION_TYPES)
     require(a.ne[0] == b.ne[0], "MUL_MAT", f"a has ne {list(a.ne)} and b {list(b.ne)}; dim 0 must be the same K")
+    require(precision in PRECISIONS, "MUL_MAT", f"precision {precision!r}; legal: {', '.join(map(repr, PRECISIONS))}", ParamError)
     for d in (2, 3):
         require(b.ne[d] % a.ne[d] == 0 or a.ne[d] % b.ne[d] == 0, "MUL_MAT",
                 f"a has ne {list(a.ne)} and b {list(b.ne)}; in dim {d}, one of {a.ne[d]} and {b.ne[d]} must divide the other")
@@ -53,14 +56,16 @@ def _mul_mat_limit(node: Node) -> float:
     a, b = node.src
     assert a is not None and b is not None
     few = (b.n_rows if a.ne[2] * a.ne[3] == 1 else b.ne[1]) <= 16
+    spread = 1 if node.out.n_elements >= 256 else 6 if node.out.n_elements >= 16 else 100
+    if node.params["precision"] == "bf16" and a.dtype is F32 and b.dtype is F32:
+        return spread * 1.2e-5
     if a.dtype is F32 or b.dtype is not F32 or (few and not a.dtype.is_quantized):
         return 1e-12
-    spread = 1 if node.out.n_elements >= 256 else 6 if node.out.n_elements >= 16 else 100
     return spread * (5e-8 if few else 1.2e-5 if a.dtype.is_quantized else 3e-11)
 
 
 @mul_mat.reference
-def _mul_mat(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _mul_mat(a: np.ndarray, b: np.ndarray, *, precision: str | None) -> np.ndarray:
     for axis in (0, 1):
         n = max(a.shape[axis], b.shape[axis])
         a, b = np.repeat(a, n // a.shape[axis], axis=axis), np.repeat(b, n // b.shape[axis], axis=axis)

@@ -37,7 +37,7 @@ from pyggml.tensor import Node, Tensor
 
 P_ROWS, P_K, P_TOKENS = 64, 2048, 1024
 MIN_TOKENS = 17  # fewer: kernels that read a weight once for all columns are as fast and round nothing
-MIN_ITEMS = 16
+MIN_ITEMS = 8
 WIDEN_K = 256  # values of k that are dequantized at a time, of 16 rows; a multiple of every type's block
 WIDE_ROW = (WIDEN_K + LANES) * 4  # bytes; no power of two, so that rows do not share cache sets
 
