@@ -25,7 +25,7 @@ from pyggml.tensor import encode, raw_tensor
 
 TYPES = ("q8_0", "q4_K", "q5_K", "q6_K", "q4_0", "bf16", "f16", "f32")
 SHAPES = ((2048, 768), (3376, 768), (768, 2048), (768, 1536))  # rows of the weights, K
-COLUMNS = (*range(1, 17), 17, 24, 32)
+COLUMNS = (*range(1, 17), 17, 24, 32, 33, 64, 65)
 REPEAT_S = 2e-3  # CPU time of a measurement, at least
 
 

@@ -133,18 +133,18 @@ def _as_columns(t: Tensor) -> Tensor | None:
     return Tensor(t.dtype, (t.ne[0], t.n_rows, 1, 1), (t.nb[0], step, step * t.n_rows, step * t.n_rows), name=t.name, root=t.root, offs=t.offs)
 
 
-def flat_operands(node: Node) -> list[Tensor | None]:
-    """Result, a and b; batches of b are more columns of one product where a has none."""
+def flat_operands(node: Node, most: int = MAX_N) -> list[Tensor | None]:
+    """Result, a and b; batches of b are more columns of one product where a has none and they are `most` at most."""
     a, b = operands_of(node)
-    flat = _as_columns(b) if a.ne[2] * a.ne[3] == 1 and b.n_rows <= MAX_N else None
+    flat = _as_columns(b) if a.ne[2] * a.ne[3] == 1 and b.n_rows <= most else None
     return [node.out, a, b] if flat is None else [_as_columns(node.out), a, flat]
 
 
-def columns_refused(node: Node) -> str | None:
+def columns_refused(node: Node, most: int = MAX_N) -> str | None:
     """Why products of few columns do not take b."""
     _, b = operands_of(node)
-    if b.ne[1] > MAX_N:
-        return f"{b.ne[1]} columns, more than {MAX_N}"
+    if b.ne[1] > most:
+        return f"{b.ne[1]} columns, more than {most}"
     return "the columns of b are not float32 without gaps" if b.dtype is not F32 or b.nb[0] != 4 else None
 
 
@@ -160,9 +160,9 @@ def _not_few(node: Node) -> str | None:
     return f"K is {a.ne[0]}, no multiple of {unit.n}" if a.ne[0] % unit.n else None
 
 
-def row_items(node: Node) -> int:
+def row_items(node: Node, most: int = MAX_N) -> int:
     """16 rows of a batch each."""
-    out = flat_operands(node)[0]
+    out = flat_operands(node, most)[0]
     assert out is not None
     return -(-out.ne[0] // LANES) * out.ne[2] * out.ne[3]
 

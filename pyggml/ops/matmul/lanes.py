@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyggml.cpu.level import target_features
+from pyggml.cpu.level import host_features, target_features
 from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, int_constant, load_floats, loop, multiply_add, multiply_pairs, prefetch, splat, store_floats
 from pyggml.dtypes import F32
-from pyggml.ops.matmul.gemv import MAX_N, SHARES, columns_refused, flat_operands, operands_of, row_chunk, row_items
+from pyggml.ops.matmul.gemv import SHARES, columns_refused, flat_operands, operands_of, row_chunk, row_items
 from pyggml.ops.matmul.words import quantize
 from pyggml.quants.lanes_cpu import LANE_TYPES, OFFSETS, SCALE_BYTES, Lanes, rows_of
 from pyggml.quants.words_cpu import SUPER
@@ -25,7 +25,17 @@ from pyggml.tensor import Node, Tensor
 
 X_LESS32, X_LESS16, X_SCALE, X_BYTES = 512, 544, 608, 640
 CHAINS = 4  # of whole sums, so that a column's products need not wait for one another
+MAX_COLUMNS = 64
 SUM_BYTES = 2 * LANES * 4  # of a column: sums of all super-blocks, sums of the last one
+
+
+def most_columns() -> int:
+    """Columns for which this is at least as fast as products in bfloat16: half as many where the CPU has matrix units for those."""
+    return MAX_COLUMNS // 2 if "amx-bf16" in host_features() else MAX_COLUMNS
+
+
+def _flat(node: Node) -> list[Tensor | None]:
+    return flat_operands(node, most_columns())
 
 
 @intrinsic("void(ptr, ptr, i64)")
@@ -51,7 +61,7 @@ def quantize_columns_in_pairs(out: Any, x: Any, i0: Any, i1: Any) -> None:
 
 
 def _quantized(node: Node) -> Prepared:
-    x = flat_operands(node)[2]
+    x = _flat(node)[2]
     assert x is not None
     words = -(-x.ne[0] // SUPER) * X_BYTES // 4
     out = Tensor(F32, (words, *x.ne[1:]), name=f"{x.name} (16 bits)")
@@ -165,7 +175,7 @@ def _several(b: Any, ir: Any, kind: Lanes, operands: Any) -> None:
     """16 rows times n columns: the sums of a super-block stand in memory, behind those of all before it."""
     *shared, sums, x_col, n = operands
     i64, zero = ir.IntType(64), float_constant(ir, 0.0)
-    behind = MAX_N * 64
+    behind = MAX_COLUMNS * 64
 
     def clear(c: Any, _: list[Any]) -> list[Any]:
         for k in (0, behind):
@@ -219,7 +229,7 @@ def _not_lanes(node: Node) -> str | None:
     a, b = operands_of(node)
     if a.dtype.name not in LANE_TYPES:
         return f"a is {a.dtype.name}"
-    return columns_refused(node)
+    return columns_refused(node, most_columns())
 
 
 @helper
@@ -232,7 +242,7 @@ def mul_mat_lanes(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: 
     sums, then scales."""
     rows, step = (LANES, a.nb1) if a.ne1 >= LANES else (1, 0)
     n_mb = (a.ne1 + rows - 1) // rows
-    scales = at(scratch, MAX_N * SUM_BYTES)
+    scales = at(scratch, MAX_COLUMNS * SUM_BYTES)
     for item in range(i0, i1):
         batch, m0 = item // n_mb, item % n_mb * rows
         i2, i3, m = batch % out.ne2, batch // out.ne2, min(rows, a.ne1 - m0)
@@ -246,16 +256,16 @@ def mul_mat_lanes(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: 
 
 
 def _items(node: Node) -> int:
-    return row_items(node) * (1 if node.out.ne[0] >= LANES else node.out.ne[0])
+    return row_items(node, most_columns()) * (1 if node.out.ne[0] >= LANES else node.out.ne[0])
 
 
 def _binds(node: Node) -> dict[str, Any]:
-    x = flat_operands(node)[2]
+    x = _flat(node)[2]
     assert x is not None
     return {"rows_times_columns": TILES[operands_of(node)[0].dtype.name, x.ne[1] > 1]}
 
 
 OPTIONS: dict[str, Any] = {
-    "when": _not_lanes, "rounds": True, "needs": {"avx512bw"}, "operands": flat_operands,
+    "when": _not_lanes, "rounds": True, "needs": {"avx512bw"}, "operands": _flat,
     "items": _items, "chunk": row_chunk, "shares": lambda _: SHARES, "before": _quantized,
-    "bind": _binds, "scratch": lambda _: MAX_N * SUM_BYTES + SCALE_BYTES}
+    "bind": _binds, "scratch": lambda _: MAX_COLUMNS * SUM_BYTES + SCALE_BYTES}
