@@ -26,6 +26,7 @@ from pyggml.tensor import Node, Tensor
 X_LESS32, X_LESS16, X_SCALE, X_BYTES = 512, 544, 608, 640
 CHAINS = 4  # of whole sums, so that a column's products need not wait for one another
 MAX_COLUMNS = 64
+AHEAD_ROWS = 2 * LANES  # that prefetches run ahead: the hardware's own do not follow 16 rows
 SUM_BYTES = 2 * LANES * 4  # of a column: sums of all super-blocks, sums of the last one
 
 
@@ -132,7 +133,7 @@ def _super_blocks(b: Any, ir: Any, kind: Lanes, operands: Any, carried: list[Any
     a, a_row, x, n_blocks, scales = operands
     i64 = ir.IntType(64)
     all_rows = rows_of(b, ir, a, a_row)
-    ahead = b.gep(a, [b.mul(a_row, i64(LANES))])
+    ahead = b.gep(a, [b.mul(a_row, i64(AHEAD_ROWS))])
     per_step = LANES * kind.nbytes * kind.step // SUPER
 
     def super_block(i: Any, carried: list[Any]) -> list[Any]:
@@ -144,7 +145,7 @@ def _super_blocks(b: Any, ir: Any, kind: Lanes, operands: Any, carried: list[Any
 
         def step(j: Any, carried: list[Any]) -> list[Any]:
             following = b.gep(ahead, [b.add(b.mul(i, i64(LANES * kind.nbytes)), b.mul(j, i64(per_step)))])
-            for line in range(0, per_step, 64):  # as much of the next 16 rows, in the order in which they lie
+            for line in range(0, per_step, 64):  # as much of the rows to come, in the order in which they lie
                 prefetch(b, ir, b.gep(following, [i64(line)]))
             at_step = rows.at(b, b.mul(j, i64(kind.nbytes // 8))) if kind.blocks else rows
             for k, weights in enumerate(kind.build(b, ir, at_step, scales, j)):
