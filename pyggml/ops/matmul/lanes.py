@@ -145,10 +145,10 @@ def _super_blocks(b: Any, ir: Any, kind: Lanes, operands: Any, carried: list[Any
 
         def step(j: Any, carried: list[Any]) -> list[Any]:
             following = b.gep(ahead, [b.add(b.mul(i, i64(LANES * kind.nbytes)), b.mul(j, i64(per_step)))])
-            for line in range(0, per_step, 64):  # as much of the rows to come, in the order in which they lie
-                prefetch(b, ir, b.gep(following, [i64(line)]))
             at_step = rows.at(b, b.mul(j, i64(kind.nbytes // 8))) if kind.blocks else rows
             for k, weights in enumerate(kind.build(b, ir, at_step, scales, j)):
+                for line in range(0, per_step, 64)[k::kind.step // 32]:  # as much of the rows to come, in the order in which they lie
+                    prefetch(b, ir, b.gep(following, [i64(line)]))
                 block = b.add(b.mul(j, i64(kind.step // 32)), i64(k))
                 carried = add(weights, _group_scales(b, ir, kind, scales, block), x_here, block, carried)
             return carried
