@@ -10,70 +10,27 @@ of llama.cpp's own build (default: the wheel libggml-python, where it is install
 from __future__ import annotations
 
 import argparse
-import functools
-import time
-from collections.abc import Callable
-from statistics import median
-from typing import Any
 
-import numpy as np
+from layer_product import Form, Lane, Operands, Shape, exact, first, inputs, medians, open_ggml, provenance
 
 import pyggml as pg
-from pyggml.backends import Runner, open_backend
-from pyggml.cpu.level import describe
-from pyggml.errors import ParamError
-from pyggml.graph import Graph
+from pyggml.backends import Backend, open_backend
 from pyggml.tensor import Tensor
 from pyggml.testing import nmse
+from pyggml.tools.common import numbers
 
-SHAPES = ("128,64,48,1", "128,80,128,1", "128,80,128,8", "128,64,128,8", "128,32,48,1")
-Shape = tuple[int, int, int, int]
-
-
-def inputs(shape: Shape, n_tok: int) -> dict[str, np.ndarray]:
-    """Random inputs in NumPy order: rows x, B and C of a token; steps from 0.02 to 2, decays from -0.01 to -1."""
-    d_state, head_dim, n_head, n_group = shape
-    rng = np.random.default_rng(0)
-
-    def uniform(*ne: int, lo: float = -1.0, hi: float = 1.0) -> np.ndarray:
-        return rng.uniform(lo, hi, ne).astype(np.float32)
-
-    return {"rows": uniform(n_tok, n_head * head_dim + 2 * n_group * d_state), "dt": uniform(1, n_tok, n_head, lo=-4, hi=2),
-            "s": uniform(1, n_head, head_dim, d_state), "A": uniform(n_head, 1, lo=-1, hi=-0.01)}
+SHAPES = [Shape.parse(text) for text in ("128,64,48,1", "128,80,128,1", "128,80,128,8", "128,64,128,8", "128,32,48,1")]
+N_EXACT = 512  # tokens of which the float64 recurrence is taken
 
 
-def runner(shape: Shape, data: dict[str, np.ndarray], make: Callable[..., tuple[Tensor, Tensor]], backend: str, **options: Any) -> tuple[Runner, Graph]:
-    """A graph of the op alone, ready to run."""
-    d_state, head_dim, n_head, n_group = shape
-    rows = pg.tensor(list(data["rows"].shape[::-1]), name="rows")
-    n_tok, row, d_inner = rows.ne[1], rows.nb[1], n_head * head_dim
-    x = pg.view(rows, [head_dim, n_head, n_tok, 1], [4 * head_dim, row, n_tok * row])
-    b, c = (pg.view(rows, [d_state, n_group, n_tok, 1], [4 * d_state, row, n_tok * row], 4 * (d_inner + k * n_group * d_state)) for k in (0, 1))
-    dt = pg.tensor([n_head, n_tok, 1], name="dt")
-    graph = Graph(make(pg.tensor(data["s"]), x, dt, pg.tensor(data["A"]), b, c, pg.tensor(np.zeros(1, np.int32))))
-    ready = open_backend(backend, **options).compile(graph)
-    ready.set(rows, data["rows"])
-    ready.set(dt, data["dt"])
-    ready.run()
-    return ready, graph
+def scan_alone(o: Operands) -> tuple[Tensor, Tensor]:
+    """SSM_SCAN."""
+    return pg.ssm_scan(*o.scan)
 
 
-def medians(runners: dict[str, Runner], runs: int) -> dict[str, float]:
-    """Median seconds of each, over runs that alternate."""
-    seconds: dict[str, list[float]] = {k: [] for k in runners}
-    for _ in range(runs):
-        for k, r in runners.items():
-            start = time.perf_counter()
-            r.run()
-            seconds[k].append(time.perf_counter() - start)
-    return {k: median(v) for k, v in seconds.items()}
-
-
-def errors(shape: Shape, data: dict[str, np.ndarray], make: Callable[..., tuple[Tensor, Tensor]], backend: str, options: dict[str, Any]) -> str:
-    """NMSE of y and state against the reference."""
-    part = {**data, "rows": data["rows"][:512], "dt": data["dt"][:, :512]}
-    (got, graph), (want, exact) = runner(shape, part, make, backend, **options), runner(shape, part, pg.ssm_scan, "reference")
-    return " / ".join(f"{nmse(got.get(g), want.get(w)):.0e}" for g, w in zip(graph.outputs, exact.outputs, strict=True))
+def fused_alone(chunk: int | None, precision: str) -> Form:
+    """SSD_SCAN without what else it can do."""
+    return lambda o: pg.ssd_scan(*o.scan, chunk=chunk, precision=precision)
 
 
 def main() -> None:
@@ -81,34 +38,32 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("-t", "--threads", type=int, default=2)
     p.add_argument("-r", "--runs", type=int, default=9)
-    p.add_argument("--tokens", type=lambda s: [int(n) for n in s.split(",")], default=[512])
-    p.add_argument("--chunk", type=lambda s: [int(n) or None for n in s.split(",")], default=[None], help="tokens per chunk; 0: the kernel's default")
-    p.add_argument("--shape", nargs="+", default=SHAPES)
+    p.add_argument("--tokens", type=numbers(1), default=[512])
+    p.add_argument("--chunk", type=numbers(0), default=[0], help="tokens per chunk; 0: the kernel's default")
+    p.add_argument("--shape", nargs="+", type=Shape.parse, default=SHAPES)
     p.add_argument("--peer-lib", metavar="FOLDER")
     args = p.parse_args()
-    machine, cpu = describe(), {"threads": args.threads}
-    forms: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], str, dict[str, Any]]] = {"scan": (pg.ssm_scan, "cpu", cpu)}
+    cpu, ggml = open_backend("cpu", threads=args.threads), open_ggml(args.threads, args.peer_lib)
+    forms: dict[str, tuple[Form, Backend]] = {"scan": (scan_alone, cpu)}
     for precision in ("f32", "bf16"):
         for q in args.chunk:
-            forms[f"ssd-fused {precision}" + (f", chunk {q}" if q else "")] = (functools.partial(pg.ssd_scan, precision=precision, chunk=q), "cpu", cpu)
-    try:
-        peer: dict[str, Any] = {"threads": args.threads, "lib": args.peer_lib}
-        open_backend("ggml", **peer)
-        forms["ggml SSM_SCAN"] = (pg.ssm_scan, "ggml", peer)
-    except ParamError as e:
-        print(f"(no ggml: {e})\n")
-    print(f"# State-space product of one layer\n\n{machine['cpu']}, {machine['cores']} cores, level {machine['level']}; pyggml {pg.__version__}, "
-          f"{args.threads} threads, medians of {args.runs} alternating runs. `python benches/ssd_scan.py`\n")
+            forms[f"ssd-fused {precision}" + (f", chunk {q}" if q else "")] = fused_alone(q or None, precision), cpu
+    if ggml is not None:
+        forms["ggml SSM_SCAN"] = scan_alone, ggml
+    print(f"# State-space product of one layer\n\n{provenance(args.threads)}, medians of {args.runs} alternating runs. `python benches/ssd_scan.py`\n")
     print("| d_state, head_dim, n_head, n_group | tokens | form | ms | scan / form | NMSE of y / state |\n|---|---|---|---|---|---|")
-    for text in args.shape:
-        d_state, head_dim, n_head, n_group = (int(n) for n in text.split(","))
-        shape = d_state, head_dim, n_head, n_group
+    for shape in args.shape:
         for n_tok in args.tokens:
             data = inputs(shape, n_tok)
-            took = medians({k: runner(shape, data, make, backend, **options)[0] for k, (make, backend, options) in forms.items()}, args.runs)
+            lanes = {k: Lane(shape, data, *form) for k, form in forms.items()}
+            for lane in lanes.values():
+                lane.seconds()
+            took = medians(lanes, args.runs)
+            part = first(data, N_EXACT)
+            _, *want = next(exact(part, shape, [min(n_tok, N_EXACT)], skip=False))
             for k, seconds in took.items():
-                wrong = errors(shape, data, *forms[k])
-                print(f"| {text} | {n_tok} | {k} | {seconds * 1e3:.2f} | {took['scan'] / seconds:.2f} | {wrong} |", flush=True)
+                wrong = " / ".join(f"{nmse(g, w):.0e}" for g, w in zip(Lane(shape, part, *forms[k]).outputs(), want, strict=True))
+                print(f"| {shape} | {n_tok} | {k} | {seconds * 1e3:.2f} | {took['scan'] / seconds:.2f} | {wrong} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from pyggml.ops.triangular.defs import tri
 from pyggml.tensor import Tensor
 
 CHUNKS = (64, 32, 16)  # work per token is least near Q = 2 N P / (N + P), 85 for the usual N 128, P 64
-PLAN_BYTES = 64 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, which decides the default chunk
+PLAN_BYTES = 256 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, which decides the default chunk; the cpu backend holds some heads' at a time
 
 
 # SSD_SCAN is faster than SSM_SCAN from this many tokens per sequence on, by its precision, where a head's state is large enough to pay

@@ -19,7 +19,8 @@ ALIGN = 64
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One kernel launch: the nodes it computes (more than one when fused), what it reads and writes, and the kernel's name."""
+    """One kernel launch: the nodes it computes (more than one when fused), what it reads and writes, and the kernel's name. `parts`: the
+    steps of a region, which this one runs slice by slice."""
 
     nodes: list[Node]
     ins: list[Tensor | None]
@@ -27,6 +28,12 @@ class Step:
     kernel: Any = None
     kernel_name: str = ""
     scratch: int = 0
+    parts: list[Step] = field(default_factory=list)
+
+    @property
+    def short_name(self) -> str:
+        """The kernel's name; of a region's, without those of its parts."""
+        return self.kernel_name.partition(": ")[0] + "]" if self.parts else self.kernel_name
 
 
 @dataclass(slots=True)
@@ -43,7 +50,9 @@ class Plan:
         lines = [f"plan: {len(self.steps)} steps for {self.graph.n_nodes} nodes, arena {self.arena_bytes} bytes, scratch {self.scratch_bytes} bytes a thread"]
         for i, s in enumerate(self.steps):
             places = ", ".join(f"{t.name}@{self.offsets.get(id(t.root), -1)}" for t in s.outs)
-            lines.append(f"{i:5d} {'+'.join(n.op.name for n in s.nodes):<30} {s.kernel_name:<24} -> {places}")
+            ops = f"{len(s.parts)} steps by slices" if s.parts else "+".join(n.op.name for n in s.nodes)
+            lines.append(f"{i:5d} {ops:<30} {s.short_name:<24} -> {places}")
+            lines += [f"      {'+'.join(n.op.name for n in p.nodes):<30} {p.kernel_name:<24} -> {p.outs[0].name}" for p in s.parts]
         return "\n".join(lines)
 
 
@@ -73,7 +82,7 @@ def _place(plan: Plan, reuse: bool, guard: int) -> None:
     never = len(plan.steps)
     for t in (*plan.graph.outputs, *plan.graph.inputs):
         last_use[id(t.root)] = never
-    arena = _Arena(guard)
+    arena = Arena(guard)
     for t in plan.graph.inputs:
         plan.offsets[id(t.root)] = arena.take(storage_bytes(t.root) + guard)
     expiring: dict[int, list[Tensor]] = {}
@@ -94,7 +103,7 @@ def storage_bytes(t: Tensor) -> int:
     return -(-t.nbytes // ALIGN) * ALIGN
 
 
-class _Arena:
+class Arena:
     """Offsets in a growing arena: best fit among the free ranges (offset, size), neighbours of which are merged."""
 
     def __init__(self, start: int) -> None:

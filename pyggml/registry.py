@@ -20,7 +20,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,6 +125,8 @@ class OpDef:
         self._cases: Callable[[], Iterator[Any]] | None = None
         self._errors: Callable[[], Iterator[Any]] | None = None
         self._random: Callable[[Any], Any] | None = None
+        self._slices: Callable[[Node], Iterable[int]] | None = None
+        self.grouped = False
         self.form: Any = None  # how a case is written in ggml's own variables (pyggml.cases.form)
         sig = inspect.signature(rule)
         self.__doc__ = rule.__doc__
@@ -196,6 +200,19 @@ class OpDef:
         """Attach a drawer of random legal cases: from a pyggml.cases.Draw to a case."""
         self._random = fn
         return fn
+
+    def slices(self, fn: Callable[[Node], Iterable[int]], *, grouped: bool = False) -> Callable[[Node], Iterable[int]]:
+        """Attach along which dims of its output a node can be computed slice by slice, with the same bits: elements [i, i + n) of such a dim come
+        from the same elements of that dim in every input, or from all of it where it has one. `grouped`: an input may also have fewer, of
+        which element i * its length // the output's is read. Without it, pointwise ops are taken apart along any dim and others along none."""
+        self._slices, self.grouped = fn, grouped
+        return fn
+
+    def sliceable(self, node: Node) -> tuple[int, ...]:
+        """The dims of `slices`; dim 0 is never one, as rows are what kernels are fast on."""
+        if self._slices is not None:
+            return tuple(d for d in self._slices(node) if d > 0)
+        return (1, 2, 3) if self.pointwise is not None and self.pointwise.select is None else ()
 
     @property
     def has_reference(self) -> bool:
@@ -325,6 +342,24 @@ def kernel(op_name: str, backend: str, *, when: Callable[[Node], str | None] | N
         return fn
 
     return register
+
+
+_items_wanted: ContextVar[int] = ContextVar("items_wanted", default=16)
+
+
+def items_wanted() -> int:
+    """Items into which a kernel should cut its work where each costs something of its own: enough for some threads, or one."""
+    return _items_wanted.get()
+
+
+@contextmanager
+def for_one_thread() -> Iterator[None]:
+    """Launches made inside are run by one thread, whatever their number of items."""
+    token = _items_wanted.set(1)
+    try:
+        yield
+    finally:
+        _items_wanted.reset(token)
 
 
 def find_op(name: str) -> OpDef:

@@ -186,3 +186,23 @@ def test_the_limit_knows_that_few_results_vary() -> None:
         wide = dequantize(stored(a).reshape(1, -1), a.dtype)[0].astype(np.float64)
         errors.append(nmse(got.ravel(), x.data.view(np.float32).reshape(65, 64) @ wide))
     assert 8e-6 < max(errors) < mul_mat.limit_of(products[0].node)
+
+
+@pytest.mark.parametrize("k", [24, 64, 300, 520])
+@pytest.mark.parametrize("shape", ["lower", "upper", "band", "none"])
+@pytest.mark.parametrize("value", [1.0, np.inf, np.nan, -1e-45])
+def test_zeros_at_the_ends_of_columns(k: int, shape: str, value: float) -> None:
+    """They are left out of sums: the bits are those of columns beside which no zeros stand, and 0 times inf stays NaN."""
+    n, m = 40, 70
+    row, col = np.arange(k)[None, :], (np.arange(n) * k // n)[:, None]
+    keep = {"lower": row <= col, "upper": row >= col, "band": abs(row - col) < 9, "none": row < 0}[shape]
+    a, b = floats(m, k), np.where(keep, floats(n, k, seed=3), np.float32(0))
+    a[[3, 40]], a[:, [2, k - 2]] = -a[[3, 40]], value
+    b[5] *= np.float32(1e-38)  # sums that underflow, to zeros of either sign
+    with np.errstate(all="ignore"):
+        want = b.astype(np.float64) @ a.astype(np.float64).T
+    got = pg.compute(mul_mat(pg.tensor(a), pg.tensor(b)), {}, threads=1)
+    assert np.array_equal(np.isnan(got), np.isnan(want)) and nmse(got[np.isfinite(want)], want[np.isfinite(want)]) < 1e-12
+    beside = np.stack([b, floats(n, k, seed=4)], 1).reshape(2 * n, k)
+    assert np.array_equal(pg.compute(mul_mat(pg.tensor(a), pg.tensor(beside)), {}, threads=1)[::2].view(np.int32)[~np.isnan(got)],
+                          got.view(np.int32)[~np.isnan(got)])

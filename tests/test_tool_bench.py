@@ -26,7 +26,7 @@ from pyggml.registry import OPS
 from pyggml.testing import fabricate, nmse
 from pyggml.tools import bench as tool
 from pyggml.tools import main
-from pyggml.tools.benchcases import Case, Settings, cases, product, ranges
+from pyggml.tools.benchcases import Case, Settings, cases, product, ranges, ubatches
 from pyggml.tools.benchrun import LogitsCheck, ModelLane, cast_conv, rates
 from pyggml.tools.benchswap import BenchBackend, Notes, Variant, free_ops, replaced_op
 
@@ -126,6 +126,22 @@ def test_defaults_are_those_of_llama_bench() -> None:
     assert parsed().repetitions == 5
     assert [c.name for c in cases(parsed("-n", "0", "-p", "8", "-b", "4"))] == ["pp8"]
     assert next(cases(parsed("-b", "4"))).settings.n_ubatch == 4
+
+
+def test_a_prompt_as_one_graph() -> None:
+    def sizes(*args: str) -> list[tuple[str, int, int]]:
+        return [(c.name, c.settings.n_batch, c.settings.n_ubatch) for c in cases(parsed(*args))]
+
+    assert sizes("-p", "64,4096", "-n", "8", "-pg", "700,2", "-ub", "prompt") == [("pp64", 2048, 64), ("pp4096", 4096, 4096), ("tg8", 2048, 512),
+                                                                                ("pp700+tg2", 2048, 700)]
+    assert sizes("-p", "300", "-n", "0", "-b", "128", "-ub", "prompt,64-128*2") == [("pp300", 300, 300), ("pp300", 128, 64), ("pp300", 128, 128)]
+    with pytest.raises(argparse.ArgumentTypeError, match="'promptly'; legal: a whole number"):
+        ubatches("promptly")
+
+
+def test_each_prompt_runs_as_one_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(capsys, "-p", "24,40", "-n", "0", "-ub", "prompt", "--mamba2", "ssd", "--chunk", "none")
+    assert [(r["test"], r["n_ubatch"], r["chunk"]) for r in found] == [("pp24", 24, 24), ("pp40", 40, 40)]
 
 
 # What runs
@@ -336,6 +352,24 @@ def test_the_profile_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     flops = sum(n.op.cost_of(n).flops for n in model.graph(3, mamba2="scan").nodes if n.op.name == "SSM_SCAN") / 3
     scan = next(r for r in found if r["test"] == "pp20" and "SSM_SCAN" in r["name"])
     assert scan["gflops"] * scan["seconds"] * 1e9 == pytest.approx(20 * flops)
+
+
+def test_the_profile_looks_into_regions(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a region's steps take adds up to its own time; their ops stand under their own names, as without regions."""
+    found = rows(capsys, "-p", "512", "-n", "0", "--mamba2", "ssd", "--profile")
+    model = pg.load_model(pg.models.demo_path())
+    backend = pg.open_backend("cpu")
+    graph = model.graph(512, mamba2="ssd")
+    assert any(s.parts for s in backend.plan(graph).steps)
+    backend.strips = False
+    ops = [r for r in found if r["by"] == "op"]
+    whole: dict[str, int] = {}
+    for s in backend.plan(graph).steps:
+        name = " + ".join(n.op.name for n in s.nodes)
+        whole[name] = whole.get(name, 0) + 1
+    assert {r["name"]: r["calls"] for r in ops[:-1]}.keys() == whole.keys()
+    assert next(r for r in ops if r["name"] == "SUB + TRI + EXP")["seconds"] > 0
+    assert sum(r["seconds"] for r in ops) == pytest.approx(ops[0]["wall_s"], rel=1e-9)
 
 
 def test_the_profile_for_people(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,16 @@ def test_the_table(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report(capsys, results, "--no-plot") == (TABLE, "")
 
 
+def test_the_lead_over_the_first_form(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = report(capsys, results, "--no-plot", "--lead")[0]
+    assert "| pp512 | 64 | 100.00 | 50.00 (0.50x) | 160.00 (1.60x) |\n" in out
+    assert "| pp512 | 256 | 100.00 | 200.00 (2.00x) | 180.00 (1.80x) |\n| tg8 |  | 20.00 |  |  |\n" in out
+    assert "medians of the repetitions; in brackets how many times that of scan.\n" in out
+    (tmp_path / "wrong.json").write_text(json.dumps([row("scan", 64, None), row("ssd", 64, 50.0), row("scan", 32, 1.0), row("ssd", 32, None)]))
+    out = report(capsys, tmp_path / "wrong.json", "--no-plot", "--lead")[0]
+    assert "| pp512 | 64 | wrong | 50.00 |" in out and "| pp512 | 32 | 1.00 | wrong |" in out
+
+
 def test_a_row_per_line_and_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, part in (("a", RESULTS[:3]), ("b", RESULTS[3:])):
         (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in part))

@@ -18,6 +18,7 @@ import pytest
 
 import pyggml as pg
 from pyggml.backends import open_backend
+from pyggml.cpu import regions
 from pyggml.errors import FormatError, ParamError
 from pyggml.models.layers import named
 from pyggml.runtime.trace import Traced, TracedBackend
@@ -84,6 +85,19 @@ def test_fused_and_reused_memory_gives_the_same_values(reuse: bool) -> None:
     assert {t.fused_into for t in away} <= {t.name for t in fused if t.value is not None}
     for a, b in zip(plain, fused, strict=True):
         assert b.fused_into or np.array_equal(a.value, b.value, equal_nan=True), b.name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ("scan", "ssd"))
+def test_regions_give_the_same_values(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the steps around them are reordered, a tensor that is stored is seen, once, as it is without them."""
+    plain, _ = run(form, fuse=False, reuse=False)
+    monkeypatch.setattr(regions, "LARGE", 1)
+    monkeypatch.setattr(regions, "WORTH", 1)
+    fused, _ = run(form)
+    assert any(" in strips[" in t.kernel and t.value is not None for t in fused)
+    assert sum(t.value is not None for t in fused) > len(fused) / 3
+    for a, b in zip(plain, fused, strict=True):
+        assert b.value is None or np.array_equal(a.value, b.value, equal_nan=True), b.name  # type: ignore[arg-type]
 
 
 def test_writes_in_place_are_seen_at_their_time() -> None:

@@ -51,7 +51,7 @@ def options(p: argparse.ArgumentParser) -> None:
     several(p, "-pg", kind=pair, metavar="PROMPT,GEN", text="a prompt and generated tokens after it, in one test")
     several(p, "-d", "--n-depth", kind=ranges(0), metavar="N,..", text="tokens that the context holds before a test, not timed (0)")
     p.add_argument("-r", "--repetitions", type=whole(1), default=5, metavar="N", help="repetitions of each test (5)")
-    context_lists(p)
+    context_lists(p, per_prompt=True)
     sweep_options(p)
     several(p, "--noop", kind=each(str), metavar="OP,..", text="run each test again for each of these ops as if it were free; OP+OP: several at once")
     p.add_argument("--replace", action="append", metavar="OP=MODULE:FUNCTION",

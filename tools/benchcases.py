@@ -20,6 +20,9 @@ from pyggml.tools.common import attention, chunk, form, precision, whole
 
 Form = str | Callable[..., Any]
 MAX_VALUES = 10_000  # of one range: more is a slip of the pen
+N_BATCH, N_UBATCH = 2048, 512  # defaults, as llama-bench's
+PER_PROMPT = 0
+"""The ubatch that stands for the number of tokens of each test's prompt."""
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
 
 
@@ -33,6 +36,11 @@ def ranges(least: int) -> Callable[[str], list[int]]:
     def parse(text: str) -> list[int]:
         return [n for item in text.split(",") for n in _expand(item, least)]
     return parse
+
+
+def ubatches(text: str) -> list[int]:
+    """An argparse type: whole numbers and ranges from 1 as `ranges` takes them, and `prompt`, which is PER_PROMPT."""
+    return [n for item in text.split(",") for n in ([PER_PROMPT] if item.strip() == "prompt" else _expand(item, 1))]
 
 
 def _expand(item: str, least: int) -> list[int]:
@@ -151,10 +159,10 @@ def product(args: argparse.Namespace) -> list[Settings]:
     """Every combination of the options that describe how to run, models outermost. A form comes once for all values of what it does not have:
     chunks and precisions in scan."""
     lists: list[Sequence[Any]] = [
-        args.model or [str(demo_path())], args.batch_size or [2048], args.ubatch_size or [512], args.threads or [n_cores()], args.threads_batch or [None],
-        args.cache_type_k or ["f16"], args.cache_type_v or ["f16"], args.type_r or ["f32"], args.type_s or ["f32"], args.mamba2 or ["auto"],
-        args.chunk or [None], args.backend or ["cpu"], args.prec or ["auto"],
-        args.ssd_precision or ["f32"], getattr(args, "type_conv", None) or [None], args.flash_attn or ["auto"]]
+        args.model or [str(demo_path())], args.batch_size or [N_BATCH], args.ubatch_size or [N_UBATCH], args.threads or [n_cores()],
+        args.threads_batch or [None], args.cache_type_k or ["f16"], args.cache_type_v or ["f16"], args.type_r or ["f32"], args.type_s or ["f32"],
+        args.mamba2 or ["auto"], args.chunk or [None], args.backend or ["cpu"], args.prec or ["auto"], args.ssd_precision or ["f32"],
+        getattr(args, "type_conv", None) or [None], args.flash_attn or ["auto"]]
     found = (Settings(m, b, min(ub, b), t, tb or t, *rest) for m, b, ub, t, tb, *rest in itertools.product(*lists))
     return list(dict.fromkeys(replace(s, chunk=None if s.mamba2 == "scan" else s.chunk,
                                       ssd_precision="f32" if s.mamba2 == "scan" else s.ssd_precision) for s in found))
@@ -167,7 +175,13 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for settings in product(args):
         for depth in args.n_depth or [0]:
             tests = [*((p, 0) for p in prompts if p), *((0, n) for n in gens if n), *(args.pg or [])]
-            yield from (Case(settings, p, n, depth) for p, n in tests)
+            yield from (Case(settings if settings.n_ubatch != PER_PROMPT else one_graph(settings, p), p, n, depth) for p, n in tests)
+
+
+def one_graph(settings: Settings, n_prompt: int) -> Settings:
+    """The settings with a ubatch, and a batch at least, of the whole prompt; the default ubatch where there is no prompt."""
+    n = n_prompt or min(N_UBATCH, settings.n_batch)
+    return replace(settings, n_batch=max(settings.n_batch, n), n_ubatch=n)
 
 
 def grouped(todo: Iterable[Case]) -> list[list[Case]]:
@@ -178,10 +192,13 @@ def grouped(todo: Iterable[Case]) -> list[list[Case]]:
     return list(groups.values())
 
 
-def context_lists(p: argparse.ArgumentParser) -> None:
-    """Options of contexts as lists: sizes, threads, cache types, backends."""
+def context_lists(p: argparse.ArgumentParser, per_prompt: bool = False) -> None:
+    """Options of contexts as lists: sizes, threads, cache types, backends. `per_prompt`: the ubatch may be `prompt`."""
     several(p, "-b", "--batch-size", kind=ranges(1), metavar="N,..", text="tokens per call (2048)")
-    several(p, "-ub", "--ubatch-size", kind=ranges(1), metavar="N,..", text="tokens per graph (512)")
+    if per_prompt:
+        several(p, "-ub", "--ubatch-size", kind=ubatches, metavar="N|prompt,..", text="tokens per graph; prompt: each test's prompt is one graph (512)")
+    else:
+        several(p, "-ub", "--ubatch-size", kind=ranges(1), metavar="N,..", text="tokens per graph (512)")
     several(p, "-t", "--threads", kind=ranges(1), metavar="N,..", text="threads (all cores)")
     several(p, "-tb", "--threads-batch", kind=ranges(1), metavar="N,..", text="threads for graphs of several tokens per sequence (as -t)")
     several(p, "-ctk", "--cache-type-k", kind=each(word(*KV_TYPES)), metavar="TYPE,..", text=f"types of the K cache: {', '.join(KV_TYPES)} (f16)")

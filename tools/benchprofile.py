@@ -40,7 +40,7 @@ def profile_rows(times: Sequence[StepTimes], wall: float, about: Row) -> list[Ro
 def _rows(times: Sequence[StepTimes], wall: float, key: Callable[[Step], str]) -> list[Row]:
     sums: dict[str, list[float]] = {}
     for t in times:
-        for step, seconds in zip(t.plan.steps, t.seconds.tolist(), strict=True):
+        for step, seconds in zip(t.steps, t.seconds.tolist(), strict=True):
             flops = sum(n.op.cost_of(n).flops for n in step.nodes)
             found = sums.setdefault(key(step), [0.0, 0.0, 0.0, 0.0])
             for i, x in enumerate((seconds, flops * t.n_runs, step_bytes(step) * t.n_runs, t.n_runs)):
@@ -52,7 +52,7 @@ def _rows(times: Sequence[StepTimes], wall: float, key: Callable[[Step], str]) -
 def op_share(times: Sequence[StepTimes], ops: Container[str], wall: float) -> float:
     """Share of a run's wall time that some ops take. The time of a fused step counts evenly for each of its ops."""
     return sum(seconds * sum(n.op.name in ops for n in step.nodes) / len(step.nodes)
-               for t in times for step, seconds in zip(t.plan.steps, t.seconds.tolist(), strict=True)) / wall
+               for t in times for step, seconds in zip(t.steps, t.seconds.tolist(), strict=True)) / wall
 
 
 def show_profile(rows: Sequence[Row], output: str, out: TextIO) -> None:

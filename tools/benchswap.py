@@ -25,7 +25,7 @@ from pyggml.backends import Backend, Runner
 from pyggml.backends.cpu import CpuBackend, CpuRunner
 from pyggml.errors import ParamError, UnsupportedOp
 from pyggml.graph import Graph
-from pyggml.plan import Plan
+from pyggml.plan import Plan, Step
 from pyggml.registry import OPS, KernelDef, OpDef, Pointwise, find_op, load_kernels
 from pyggml.tensor import Node, Tensor, scope
 from pyggml.tools.common import load_function
@@ -137,7 +137,8 @@ def _free(op: OpDef, alone: bool) -> OpDef:
 def with_stand_ins(graph: Graph, stand_ins: Mapping[str, Build | None], plan: Callable[[Graph], Plan]) -> tuple[Graph, dict[int, Tensor]]:
     """The graph with what stands for its ops; `plan` tells which of the free ones have a step of their own."""
     free = {name for name, build in stand_ins.items() if build is None}
-    alone = {n.seq for step in plan(graph).steps if all(n.op.name in free for n in step.nodes) for n in step.nodes} if free else set()
+    steps = [part for step in plan(graph).steps for part in step.parts or [step]] if free else []
+    alone = {n.seq for step in steps if all(n.op.name in free for n in step.nodes) for n in step.nodes}
 
     def stand_in(node: Node) -> Build:
         if node.op.name not in stand_ins:
@@ -161,9 +162,10 @@ class Work:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of a plan's steps, summed over its runs."""
+    """Seconds of a plan's steps, those inside of regions for themselves, summed over its runs."""
 
     plan: Plan
+    steps: list[Step]
     seconds: np.ndarray
     n_runs: int = 0
 
@@ -242,8 +244,11 @@ class BenchRunner:
     def _run_timed(self, runner: CpuRunner) -> None:
         ends = np.zeros(len(self.plan.steps), np.int64)
         runner.run(ends)
+        seconds = np.diff(ends, prepend=runner.team.start_ns) * 1e-9
         found = self.notes.times.get(id(self.plan))
         if found is None:
-            found = self.notes.times[id(self.plan)] = StepTimes(self.plan, np.zeros(len(ends)))
-        found.seconds += np.diff(ends, prepend=runner.team.start_ns) * 1e-9
+            steps = [part for s in self.plan.steps for part in ([p for p, _ in s.kernel.parts] if s.parts else [s])]
+            found = self.notes.times[id(self.plan)] = StepTimes(self.plan, steps, np.zeros(len(steps)))
+        found.seconds += np.concatenate([x * (runner.shares(i) if s.parts else np.ones(1))
+                                         for i, (s, x) in enumerate(zip(self.plan.steps, seconds, strict=True))])
         found.n_runs += 1

@@ -146,11 +146,11 @@ class Report:
         return list(rows.values())
 
     def groups(self) -> list[Row]:
-        """One row per kind of fusion group: its ops in order, how many there are, in which parts."""
+        """One row per kind of fusion group or region: its ops in order, how many there are, in which parts."""
         kinds: dict[str, list[Step]] = {}
         for step in self.steps:
             if len(step.nodes) > 1:
-                kinds.setdefault(" + ".join(n.op.name for n in step.nodes), []).append(step)
+                kinds.setdefault(step_ops(step), []).append(step)
         return [{"n": len(steps), "ops": k, "parts": ", ".join(sorted({s.nodes[-1].part or "other" for s in steps}))}
                 for k, steps in sorted(kinds.items(), key=lambda x: -len(x[1]))]
 
@@ -166,9 +166,14 @@ def part_order(part: str) -> int:
     return PARTS.index(part) if part in PARTS else len(PARTS)
 
 
+def step_ops(step: Step) -> str:
+    """A step's ops: A + B for a chain, strips(A, B + C) for a region."""
+    return f"strips({', '.join(map(step_ops, step.parts))})" if step.parts else " + ".join(n.op.name for n in step.nodes)
+
+
 def step_bytes(step: Step) -> float:
-    """Bytes that a step moves: the node's own count, or for a chain each tensor that comes in or goes out, once."""
-    if len(step.nodes) == 1 or step.nodes[-1].op.pointwise is None:
+    """Bytes that a step moves: the node's own count, or for a chain or a region each tensor that comes in or goes out, once."""
+    if not step.parts and (len(step.nodes) == 1 or step.nodes[-1].op.pointwise is None):
         return step.nodes[-1].op.cost_of(step.nodes[-1]).nbytes
     node = Node(step.nodes[-1].op, tuple(step.ins), {})
     node.outputs = tuple(step.outs)
@@ -253,7 +258,7 @@ def show(model: Model, by_form: list[list[Report]], detail: list[Report], output
         section(f"{names}, {size}, by part of a layer", *side_by_side(detail, [r.parts() for r in detail], "part"))
         section(f"{names}, {size}, by op", *side_by_side(detail, [r.ops() for r in detail], "op"))
     for r in detail:
-        section(f"{r.form}, {size}, fusion groups", r.groups(), GROUP)
+        section(f"{r.form}, {size}, fusion groups and regions", r.groups(), GROUP)
         section(f"{r.form}, {size}, largest tensors of the plan", r.largest(), LARGEST)
 
 

@@ -32,6 +32,7 @@ def options(p: argparse.ArgumentParser) -> None:
     """Options."""
     p.add_argument("results", nargs="+", metavar="RESULTS.json", help="files that bench wrote with -o json or -o jsonl")
     p.add_argument("--plot", metavar="NAME", help="write the plots to NAME.png and NAME.svg (the first file's name, in this folder)")
+    p.add_argument("--lead", action="store_true", help="with each speed how many times the first column's it is")
     p.add_argument("--no-plot", action="store_true", help="tables alone")
 
 
@@ -39,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the tool."""
     rows = [r for path in args.results for r in read_results(path)]
     models = by_model(rows)
-    print("\n\n".join("\n".join(report(name, found)) for name, found in models.items()))
+    print("\n\n".join("\n".join(report(name, found, args.lead)) for name, found in models.items()))
     prefill = {name: prefill_series(found) for name, found in models.items()}
     prefill = {name: series for name, series in prefill.items() if any(len(points) > 1 for points in series.values())}
     if args.no_plot:
@@ -117,24 +118,31 @@ def rate(r: Row) -> float | None:
     return None if found is None else float(found)
 
 
-def report(name: str, ways: Mapping[str, list[Row]]) -> Iterator[str]:
-    """One model's heading, table and cross-overs."""
+def report(name: str, ways: Mapping[str, list[Row]], lead: bool = False) -> Iterator[str]:
+    """One model's heading, table and cross-overs; with `lead` also how many times the first way's each speed is."""
     about = next(iter(ways.values()))[0]
     threads = {r.get("n_threads") for rows in ways.values() for r in rows}
     machine = [str(about[k]) for k in ("cpu_info",) if about.get(k)] + [counted(n, "thread") for n in threads if n and len(threads) == 1]
     yield f"## {name}" + (f" ({', '.join(machine)})" if machine else "")
     yield ""
-    cells: dict[tuple[str, int], dict[str, str]] = {}
+    speeds: dict[tuple[str, int], dict[str, float | None]] = {}
     for way, rows in ways.items():
         for r in rows:
-            ts = rate(r)
-            cells.setdefault((test_name(r), r["n_ubatch"] if r["n_prompt"] else 0), {})[way] = "wrong" if ts is None else f"{ts:.2f}"
+            speeds.setdefault((test_name(r), r["n_ubatch"] if r["n_prompt"] else 0), {})[way] = rate(r)
+    first = next(iter(ways))
+
+    def cell(found: Mapping[str, float | None], way: str) -> str:
+        if way not in found:
+            return ""
+        ts, base = found[way], found.get(first) if lead and way != first else None
+        return "wrong" if ts is None else f"{ts:.2f}" + (f" ({ts / base:.2f}x)" if base else "")
+
     yield "| test | ubatch | " + " | ".join(way.replace("|", "\\|") for way in ways) + " |"
     yield "| --- | ---: | " + " | ".join("---:" for _ in ways) + " |"
-    for (test, ubatch), found in cells.items():
-        yield f"| {test} | {ubatch or ''} | " + " | ".join(found.get(way, "") for way in ways) + " |"
+    for (test, ubatch), found in speeds.items():
+        yield f"| {test} | {ubatch or ''} | " + " | ".join(cell(found, way) for way in ways) + " |"
     yield ""
-    yield "Tokens per second, medians of the repetitions."
+    yield "Tokens per second, medians of the repetitions" + (f"; in brackets how many times that of {first}." if lead else ".")
     yield from crossings(prefill_series(ways))
 
 

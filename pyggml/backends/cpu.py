@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pyggml.backends.base import PRECISIONS, check_array, decode, require_input, require_inputs_set, typed_view
 from pyggml.cpu import tape as tp
-from pyggml.cpu.compile import ARG_WORDS, HEADER_WORDS, Progress, kernels_for
+from pyggml.cpu.compile import HEADER_WORDS, Progress, kernels_for
 from pyggml.cpu.fuse import finish_of, group, join, launch_of
 from pyggml.cpu.inplace import write_pools
 from pyggml.cpu.launch import Launch, launch, launch_prepared
 from pyggml.cpu.level import check_level, host_level, level_features, n_cores
 from pyggml.cpu.order import barriers, touched
+from pyggml.cpu.records import record_size, record_words
+from pyggml.cpu.regions import Region, form_regions
 from pyggml.cpu.simd import BAD_SPAN, RAISED
+from pyggml.cpu.slices import Dims
+from pyggml.cpu.strips import Strips, address_in_slice, sliced, spent_in, strips_of, table_of
 from pyggml.cpu.team import TAPE_KERNELS, aligned, check_threads, team
 from pyggml.errors import GraphError, KernelError, ParamError, UnsupportedOp
 from pyggml.graph import Graph
@@ -28,14 +34,15 @@ POISON = 0xFF  # fills memory with NaN in every float type
 
 class CpuBackend:
     """Options: `threads` (default: all cores), `level` (default: the host's), `prec` ("auto": products with quantized weights
-    may round what they read, see MUL_MAT; "f32": no kernel does), `fuse` and `reuse` (off for bisecting),
+    may round what they read, see MUL_MAT; "f32": no kernel does), `fuse` and `reuse` (off for bisecting), `strips` (steps of a region
+    run slice by slice, see pyggml.cpu.regions; off without `fuse` or `reuse`, as not every value is in memory then),
     `poison` (fill the arena with NaN at first), `guard` (unused bytes around every tensor and each thread's scratch, for tests),
     `progress(done, total)` while compiling."""
 
     name = "cpu"
 
-    def __init__(self, *, threads: int | None = None, level: str | None = None, prec: str = "auto", fuse: bool = True, reuse: bool = True, poison: bool = False,
-                 guard: int = 0, progress: Progress | None = None) -> None:
+    def __init__(self, *, threads: int | None = None, level: str | None = None, prec: str = "auto", fuse: bool = True, reuse: bool = True, strips: bool = True,
+                 poison: bool = False, guard: int = 0, progress: Progress | None = None) -> None:
         load_kernels("cpu")
         self.threads = n_cores() if threads is None else threads
         self.level = check_level(level)
@@ -46,6 +53,7 @@ class CpuBackend:
         self.reuse = reuse
         self.poison = poison
         self.guard = guard
+        self.strips = strips and fuse and reuse
         self.progress = progress
         check_threads(self.threads)
         self.memory = SharedMemory()
@@ -64,51 +72,77 @@ class CpuBackend:
         return "it rounds its inputs, and prec is f32" if self.prec == "f32" and kernel.options.get("rounds") else None
 
     def plan(self, graph: Graph) -> Plan:
-        """Kernels, fusion groups and memory of a graph; nothing is compiled."""
+        """Kernels, fusion groups, regions and memory of a graph; nothing is compiled."""
         refused: list[str] = []
         prepared = _PreparedInputs()
 
-        def choose(step: Step) -> list[Step]:
-            ends = step.nodes[-1].op.pointwise is not None
-            node = step.nodes[0 if ends else -1]  # the one that a kernel is chosen for
+        def choose(step: Step, prepared: _PreparedInputs = prepared) -> list[Step]:
             before: list[Step] = []
-            if node.op.pointwise is not None:
-                step.kernel = launch_of(step)
+            if isinstance(step.kernel, Region):
+                inside = _PreparedInputs()
+                step.kernel = strips_of(step.kernel, lambda part: choose(part, inside))
             else:
-                k, why = choose_kernel(node, "cpu", self._unfit)
-                if k is None:
-                    refused.append(f"{node.op.name} ({node.name}): {why}")
-                    return []
-                made = None
-                if "before" in k.options:
-                    made, before = prepared.of(k.options["before"](node), node)
-                    step.ins = [*step.ins, made]
-                step.kernel = launch(k, node, made)
-                if ends:
-                    _end_with(step)
-                if node.op.inplace is not None:
-                    prepared.written(node.out)
-            step.kernel_name, step.scratch = step.kernel.name, step.kernel.scratch
+                before = self._choose(step, prepared, refused)
+            if step.kernel is not None:
+                step.kernel_name, step.scratch = step.kernel.name, step.kernel.scratch
             return before
 
-        def ends_with_chains(node: Node) -> bool:
-            k = choose_kernel(node, "cpu", self._unfit)[0]
-            return k is not None and bool(k.options.get("epilogue"))
-
         def fused(graph: Graph) -> list[Step]:
-            return write_pools(graph, join(graph, group(graph), ends_with_chains))
+            steps = write_pools(graph, join(graph, group(graph), self._ends_with_chains))
+            return form_regions(graph, steps, self._same_for_slices, self.threads) if self.strips else steps
 
         plan = make_plan(graph, choose, fuse=fused if self.fuse else None, reuse=self.reuse, guard=self.guard)
         if refused:
             raise UnsupportedOp("; ".join(refused))
         return plan
 
+    def _choose(self, step: Step, prepared: _PreparedInputs, refused: list[str]) -> list[Step]:
+        """Set a step's kernel; the steps that it wants run before it."""
+        ends = step.nodes[-1].op.pointwise is not None
+        node = step.nodes[0 if ends else -1]  # the one that a kernel is chosen for
+        if node.op.pointwise is not None:
+            step.kernel = launch_of(step)
+            return []
+        before: list[Step] = []
+        k, why = choose_kernel(node, "cpu", self._unfit)
+        if k is None:
+            refused.append(f"{node.op.name} ({node.name}): {why}")
+            return []
+        made = None
+        if "before" in k.options:
+            made, before = prepared.of(k.options["before"](node), node)
+            step.ins = [*step.ins, made]
+        step.kernel = launch(k, node, made)
+        if ends:
+            _end_with(step)
+        if node.op.inplace is not None:
+            prepared.written(node.out)
+        return before
+
+    def _ends_with_chains(self, node: Node) -> bool:
+        k = choose_kernel(node, "cpu", self._unfit)[0]
+        return k is not None and bool(k.options.get("epilogue"))
+
+    def _same_for_slices(self, step: Step, dims: Dims) -> bool:
+        """Whether a step's kernel is that of its slices, too: the bits of a result then do not depend on the slices."""
+        node = step.nodes[0]
+        if node.op.pointwise is not None:
+            return True
+        k = choose_kernel(node, "cpu", self._unfit)[0]
+        return k is not None and k is choose_kernel(sliced(node, dims), "cpu", self._unfit)[0]
+
     def compile(self, graph: Graph) -> CpuRunner:
         """Plan, compile what is not cached, lay out memory."""
         plan = self.plan(graph)
-        specs = [s.kernel.spec for s in plan.steps]
+        specs = [k.spec for _, k in launches_of(plan)]
         kernels_for().addresses(TAPE_KERNELS if self.level != host_level() else [*specs, *TAPE_KERNELS], self.progress)  # all in one go
         return CpuRunner(self, plan, kernels_for(self.level).addresses(specs, self.progress))
+
+
+def launches_of(plan: Plan) -> list[tuple[Step, Launch]]:
+    """All launches of a plan, each with its step: first those of its steps, in order, then those inside of regions."""
+    steps = [(s, s.kernel) for s in plan.steps]
+    return [*steps, *(part for _, k in steps if isinstance(k, Strips) for part in k.parts)]
 
 
 def _end_with(step: Step) -> None:
@@ -183,7 +217,8 @@ class CpuRunner:
         self._scratch_stride = -(-(plan.scratch_bytes + backend.guard) // 64) * 64
         self.memory.grow(plan.arena_bytes, self._scratch_stride * backend.threads, POISON if backend.poison else 0)
         self._given: set[int] = set()
-        self._status = np.zeros((len(plan.steps), 3), np.int64)
+        self._launches = launches_of(plan)
+        self._status = np.zeros((len(self._launches), 3), np.int64)
         self._bind()
 
     def _sync(self) -> None:
@@ -199,26 +234,33 @@ class CpuRunner:
 
     def _bind(self) -> None:
         self._arena, self._scratch = self.memory.arena, self.memory.scratch
-        addresses = self._addresses
-        launches: list[Launch] = [s.kernel for s in self.plan.steps]
-        sizes = [-(-(HEADER_WORDS + ARG_WORDS * len([*k.operands, *k.extra]) + len([*k.params, *k.extra_params])) // 8) * 8 for k in launches]
-        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        steps = self.plan.steps
+        launches = [k for _, k in self._launches]
+        starts = np.concatenate([[0], np.cumsum([record_size(k) for k in launches])]).astype(np.int64)
         self._records = aligned(max(int(starts[-1]), 1) * 8).view(np.int64)
-        self._tape = np.zeros(3 * len(launches), np.int64)
-        base = self._records.ctypes.data
-        chunks = [k.chunk_for(self._n_threads) for k in launches]
-        single = [k.items <= k.chunk for k in launches]
-        sync = barriers([touched([*s.ins, *k.operands, *k.extra], s.outs, alone, self.address)
-                         for s, k, alone in zip(self.plan.steps, launches, single, strict=True)])
-        for i, k in enumerate(launches):
-            words: list[int] = [k.items, chunks[i], 0, self._status[i].ctypes.data, self._scratch.ctypes.data, self._scratch_stride]
-            for operands, params in ((k.operands, k.params), (k.extra, k.extra_params)):
-                for t in operands:
-                    words += [0] * ARG_WORDS if t is None else [self.address(t), *t.ne, *t.nb]
-                words += [int(np.float64(p).view(np.int64)) if isinstance(p, float) else p for p in params]
+        places = (starts * 8 + self._records.ctypes.data).tolist()
+        scratch = int(self._scratch.ctypes.data), self._scratch_stride
+        single = [s.kernel.items <= s.kernel.chunk for s in steps]
+        sync = barriers([touched([*s.ins, *s.kernel.operands, *s.kernel.extra], s.outs, alone, self.address) for s, alone in zip(steps, single, strict=True)])
+        self._tape = np.zeros(3 * len(steps), np.int64)
+        self._tables: dict[int, np.ndarray] = {}  # of regions, by step
+        inside = len(steps)  # number of the first launch in the next region
+
+        def write(i: int, chunk: int, address: Callable[[Tensor], int]) -> None:
+            words = record_words(launches[i], chunk, self._status[i].ctypes.data, scratch, address)
             self._records[starts[i]:starts[i] + len(words)] = words
+
+        for i, k in enumerate(launches[:len(steps)]):
+            write(i, k.chunk_for(self._n_threads), self.address)
             flags = (tp.SINGLE if single[i] else 0) | (tp.SYNC if sync[i] else 0)
-            self._tape[3 * i:3 * i + 3] = addresses[i], base + int(starts[i]) * 8, flags
+            self._tape[3 * i:3 * i + 3] = self._addresses[i], places[i], flags
+            if isinstance(k, Strips):
+                ends = inside + len(k.parts)
+                for j in range(inside, ends):
+                    write(j, launches[j].items, partial(address_in_slice, k, self.address))
+                self._tables[i] = table_of(k, self._addresses[inside:ends], places[inside:ends])
+                self._records[starts[i] + HEADER_WORDS] = self._tables[i].ctypes.data
+                inside = ends
 
     def address(self, t: Tensor) -> int:
         """Address of a tensor's first element."""
@@ -261,6 +303,11 @@ class CpuRunner:
         self._sync()
         self._run_tape(self._tape if repeat == 1 else np.tile(self._tape, repeat), times)
 
+    def shares(self, step: int) -> np.ndarray:
+        """How the time of a region's step goes to its launches (Strips.parts): shares of 1, over all its runs so far."""
+        spent = spent_in(self._tables[step], len(self.plan.steps[step].kernel.parts)).astype(np.float64)
+        return spent / spent.sum() if spent.any() else np.full(len(spent), 1 / len(spent))
+
     def run_steps(self, first: int, last: int) -> float:
         """Run steps `first` to `last` - 1 alone, on memory as the steps before them left it. The seconds that they took."""
         self._sync()
@@ -278,10 +325,10 @@ class CpuRunner:
         self.team.run(tape, times)
         if self._status.any():
             i = int(np.flatnonzero(self._status[:, 0])[0])
-            step, (code, index, n) = self.plan.steps[i], self._status[i].tolist()
+            (step, kernel), (code, index, n) = self._launches[i], self._status[i].tolist()
             where = f"{step.nodes[-1].op.name} ({step.nodes[-1].name})"
             if code == RAISED:
-                raise KernelError(f"{where}: the kernel {step.kernel_name} raised an error; kernels must not")
+                raise KernelError(f"{where}: the kernel {kernel.name} raised an error; kernels must not")
             if code == BAD_SPAN:
                 raise KernelError(f"{where}: bad span: a sequence has tokens {index} to {n}; legal: from 0, never falling, up to the number of tokens")
             raise KernelError(f"{where}: bad index {index}; legal: 0 to {n - 1}")

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import linecache
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import numpy as np
 from pyggml.cpu import mathf, simd
 from pyggml.cpu.compile import KernelSpec
 from pyggml.cpu.launch import CHUNK_ELEMENTS, Launch, default_chunk
+from pyggml.cpu.vector import LANES
 from pyggml.dtypes import F32, F64, I32, DType
 from pyggml.errors import UnsupportedOp
 from pyggml.graph import Graph
@@ -222,7 +224,9 @@ def _dims(out: Tensor, ins: Sequence[Tensor]) -> list[_Dim]:
             dims[-1] = _Dim(last.n * n, last.nb, tuple(m * n for m in last.own))
         else:
             dims.append(dim)
-    return dims or [_Dim(1, (out.dtype.nbytes, *(0 for _ in ins)), (1,) * (1 + len(ins)))]
+    if not dims or dims[0].nb[0] != out.dtype.nbytes:  # a slice of a result need not have neighbours: it is stored one by one
+        dims.insert(0, _Dim(1, (out.dtype.nbytes, *(0 for _ in ins)), (1,) * (1 + len(ins))))
+    return dims
 
 
 def _as_loops(t: Tensor, dims: Sequence[_Dim], k: int) -> Tensor:
@@ -243,7 +247,8 @@ def launch_of(step: Step) -> Launch:
     spans = [m for m in dims[0].own if m != dims[0].n]
     if spans:
         params.append(math.gcd(*spans))
-    lines = _flat_loop(ins, body) if flat else _row_loops(ins, body, dims, len(params) - 1)
+    prefix = None if flat or spans else _kept_prefix(step.nodes, [*outside], ins, body)
+    lines = _flat_loop(ins, body) if flat else _row_loops(ins, body, dims, len(params) - 1, prefix)
     args = ", ".join(["out", *(f"t{i}" for i in range(len(ins))), *(f"p{i}" for i in range(len(params))), "i0", "i1"])
     head = [f"q{i}_{k} = {_CAST[k]}(p{i})" for i in range(len(params)) for k in _CAST if any(f"q{i}_{k}" in b for b in body)]
     source = f"def pointwise({args}):\n" + "".join(f"    {x}\n" for x in [*head, *lines])
@@ -262,7 +267,30 @@ def _flat_loop(ins: Sequence[Tensor], body: Sequence[str]) -> list[str]:
     return [*once, "for i in range(i0, i1):", *(f"    {x}" for x in [*each, *body, "store(out.p, i, v)"])]
 
 
-def _row_loops(ins: Sequence[Tensor], body: Sequence[str], dims: Sequence[_Dim], span: int) -> list[str]:
+class _Prefix(NamedTuple):
+    """Of a row of which a lower triangle keeps the first elements: how many, as source, and what sets u to the value of all others."""
+
+    kept: str
+    rest: list[str]
+
+
+def _kept_prefix(nodes: Sequence[Node], keys: Sequence[tuple[Any, ...]], ins: Sequence[Tensor], body: Sequence[str]) -> _Prefix | None:
+    """The prefix of rows along which a chain's TRI counts columns, if what comes after it in the chain reads nothing else."""
+    k = next((k for k, n in enumerate(nodes) if n.op.name == "TRI" and n.params["kind"] in ("lower", "lower_diag")), None)
+    if k is None or _compute_kind(nodes[k]) != "f32":
+        return None
+    column, row = (keys.index(_key(t)) for t in operands(nodes[k])[1:])
+    along = ins[column].nb == (ins[column].dtype.nbytes, 0, 0, 0) and ins[row].nb[0] == 0
+    rest = [re.sub(r"\bv(\d*)\b", r"u\1", line) for line in body[k + 1:]]
+    others = {f"u{i}" for i in range(k)}  # of before the choice
+    if not along or any(name.startswith("x") or name in others for line in rest for name in re.findall(r"\b[ux]\d+\b", line)):
+        return None
+    fill = re.findall(r"\bq\d+_f32\b", body[k])[-1]
+    last = "u" if k == len(nodes) - 1 else f"u{k}"
+    return _Prefix(f"np.int64(x{row}) + {int(nodes[k].params['kind'] == 'lower_diag')}", [f"{last} = {fill}", *rest])
+
+
+def _row_loops(ins: Sequence[Tensor], body: Sequence[str], dims: Sequence[_Dim], span: int, prefix: _Prefix | None) -> list[str]:
     repeats = [{k - 1 for k, m in enumerate(d.own) if m != d.n} for d in dims]  # per loop the operands that repeat in it
     outer = range(1, len(dims))
     rows = []
@@ -275,6 +303,9 @@ def _row_loops(ins: Sequence[Tensor], body: Sequence[str], dims: Sequence[_Dim],
     if repeats[0]:
         wrapped = [f"w{i} = at(a{i}, (s % t{i}.ne0 - s) * t{i}.nb0)" for i in sorted(repeats[0])]
         loop = [f"for s in range(0, out.ne0, p{span}):", *(f"    {x}" for x in [*wrapped, f"for i in range(s, s + p{span}):", *(f"    {x}" for x in inner)])]
+    elif prefix is not None:  # whole vectors of it
+        loop = [f"n = min(({prefix.kept} + {LANES - 1}) // {LANES} * {LANES}, out.ne0)", "for i in range(n):", *(f"    {x}" for x in inner),
+                *prefix.rest, "for i in range(n, out.ne0):", "    store(o, i, u)"]
     else:
         loop = ["for i in range(out.ne0):", *(f"    {x}" for x in inner)]
     step = ["j1 += 1", "if j1 == out.ne1:", "    j1, j2 = 0, j2 + 1", "    if j2 == out.ne2:", "        j2, j3 = 0, j3 + 1"]

@@ -135,8 +135,8 @@ class TracedRunner:
             self.inner.run()
             return
         runner = self.inner
-        stepped = isinstance(runner, SteppedRunner)
-        if not stepped:
+        walk = _Walk(runner, self.plan) if isinstance(runner, SteppedRunner) else None
+        if walk is None:
             runner.run()
         steps_of: dict[int, list[int]] = {}  # a node's own step is its last; what is to be prepared for that stands before it
         for k, s in enumerate(self.plan.steps):
@@ -149,13 +149,56 @@ class TracedRunner:
             at = steps_of.get(node.seq)
             if at is not None:
                 kernel = "+".join(self.plan.steps[k].kernel_name for k in at)
-                last = self.plan.steps[at[-1]].nodes[-1]
-                if node.seq != last.seq:
+                step = self.plan.steps[at[-1]]
+                last = step.nodes[-1]
+                own = next((p for p in step.parts if any(n is node for n in p.nodes)), None)
+                if own is not None:
+                    kernel = f"{own.kernel_name} in {step.short_name}"
+                if node.seq != last.seq and not (step.parts and any(t is node.out for t in step.outs)):
                     fused_into = last.name
-                elif isinstance(runner, SteppedRunner):
-                    seconds = runner.run_steps(at[0], at[-1] + 1)
+                elif walk is not None:
+                    took = walk.run(at[0], at[-1])
+                    seconds = took if node.seq == last.seq else None
             for k, t in enumerate(node.outputs):
-                value = None if fused_into or t.dtype.np is None or id(t.root) not in stored else runner.get(t)
+                value = None if fused_into or t.dtype.np is None or id(t.root) not in stored else runner.get(t) if walk is None else walk.value(t)
                 src = tuple(None if s is None else Source(s.name, s.dtype.name, s.ne) for s in node.src)
                 self.owner.sink(Traced(i, k, node.layer, node.part, node.op.name, t.name, t.dtype.name, t.ne, None if t.is_contiguous else t.nb, src,
                                        kernel, seconds if k == 0 else None, fused_into, value))
+
+
+class _Walk:
+    """The steps of a plan, run as far as the nodes of its graph are gone through. A plan with regions has other steps before some node's than the graph
+    has nodes: what those give is kept until its turn, as are all results of a region."""
+
+    def __init__(self, runner: SteppedRunner, plan: Plan) -> None:
+        self.runner = runner
+        self.steps = plan.steps
+        self.n_run = 0
+        self.seconds: dict[int, float] = {}  # by step
+        self.kept: dict[int, np.ndarray] = {}  # by id of the tensor
+        self.tensors: dict[int, list[Tensor]] = {}  # of the graph, by root
+        for n in plan.graph.nodes:
+            for t in n.outputs:
+                self.tensors.setdefault(id(t.root), []).append(t)
+
+    def run(self, first: int, last: int) -> float:
+        """Run all steps up to `last`, unless that is done. The seconds of steps `first` to `last`."""
+        for k in range(self.n_run, first):
+            self._run(k, k + 1, keep=True)
+        if self.n_run <= last:
+            self._run(max(first, self.n_run), last + 1, keep=bool(self.steps[last].parts))
+        return self.seconds[last]
+
+    def _run(self, first: int, end: int, *, keep: bool) -> None:
+        self.seconds[end - 1] = self.runner.run_steps(first, end)
+        self.n_run = end
+        for root in {id(t.root) for s in self.steps[first:end] for t in s.outs}:
+            for t in self.tensors.get(root, ()):
+                self.kept.pop(id(t), None)
+                if keep and t.dtype.np is not None:
+                    self.kept[id(t)] = self.runner.get(t)
+
+    def value(self, t: Tensor) -> np.ndarray:
+        """A tensor's value, when its node has been come to."""
+        kept = self.kept.get(id(t))
+        return self.runner.get(t) if kept is None else kept

@@ -115,7 +115,7 @@ def soft_max(out: Any, x: Any, mask: Any, scale: Any, i0: Any, i1: Any) -> None:
         j1 = r - q * out.ne1
         j3 = q // out.ne2
         j2 = q - j3 * out.ne2
-        d = at(out.p, r * out.nb1)
+        d = at(out.p, j1 * out.nb1 + j2 * out.nb2 + j3 * out.nb3)
         a = at(x.p, j1 * x.nb1 + j2 * x.nb2 + j3 * x.nb3)
         m = MASK_ROW(mask, j1, j2, j3)
         for i in range(n):

@@ -49,6 +49,9 @@ def _soft_max(x: np.ndarray, mask: np.ndarray | None, *, scale: float) -> np.nda
     return e / np.where(total == 0, 1.0, total)
 
 
+soft_max.slices(lambda node: (1, 2, 3))
+
+
 @soft_max.cost
 def _soft_max_cost(node: Node) -> Cost:
     return Cost(6 * node.out.n_elements, default_bytes(node))  # scale and mask, max, difference, exp, sum, product

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyggml.cpu.rows import gather
+from pyggml.cpu.rows import gather, row_address
 from pyggml.cpu.simd import LOAD as LOADS
 from pyggml.cpu.simd import STORE as STORES
 from pyggml.cpu.simd import Helper, Intrinsic, at, bad_index, copy_bytes, element, helper, ld_i32, narrow, st_f16, st_f32, st_i32, zero_bytes
@@ -332,7 +332,7 @@ def repeat_rows(out: Any, x: Any, i0: Any, i1: Any) -> None:
         q = r // out.ne1
         j3 = q // out.ne2
         k1, k2, k3 = PICK(r - q * out.ne1, x.ne1, t1), PICK(q - j3 * out.ne2, x.ne2, t2), PICK(j3, x.ne3, t3)
-        ROW(at(out.p, r * out.nb1), at(x.p, k1 * x.nb1 + k2 * x.nb2 + k3 * x.nb3), x.nb0, x.ne0, t0)
+        ROW(row_address(out, r), at(x.p, k1 * x.nb1 + k2 * x.nb2 + k3 * x.nb3), x.nb0, x.ne0, t0)
 
 
 # ARANGE

@@ -108,6 +108,13 @@ def _permuted(name: str, x: Tensor, axes: tuple[int, int, int, int]) -> Spec:
 # Copies
 
 
+def _unchanged(node: Node) -> list[int]:
+    """Dims that the first input has, too."""
+    x = node.src[0]
+    assert x is not None
+    return [d for d in (1, 2, 3) if x.ne[d] == node.out.ne[d]]
+
+
 @op("CONT", inputs="x", moves_data=True, limit=0.0)
 def cont(x: Tensor) -> Spec:
     """A contiguous copy of x. x: any plain type, any strides. Source: ggml_cont.
@@ -124,6 +131,9 @@ def cont(x: Tensor) -> Spec:
 @cont.reference
 def _cont(x: np.ndarray) -> np.ndarray:
     return x
+
+
+cont.slices(lambda node: (1, 2, 3))
 
 
 @op("CPY", inputs="a b", inplace=1, moves_data=True, limit=0.0)
@@ -177,6 +187,9 @@ def _concat(a: np.ndarray, b: np.ndarray, *, dim: int) -> np.ndarray:
     return np.concatenate([a, b], axis=-1 - dim)
 
 
+concat.slices(lambda node: {1, 2, 3} - {node.params["dim"]})
+
+
 @op("REPEAT", inputs="x", moves_data=True, limit=0.0)
 def repeat(x: Tensor, ne: Sequence[int]) -> Spec:
     """x tiled to dims `ne`, each a multiple of x's. Source: ggml_repeat.
@@ -196,6 +209,9 @@ def _repeat(x: np.ndarray, *, ne: Sequence[int]) -> np.ndarray:
     want = (*reversed(ne),)
     full = (1,) * (4 - len(want)) + want
     return np.tile(x, [n // m for n, m in zip(full, x.shape, strict=True)])
+
+
+repeat.slices(_unchanged)
 
 
 @op("REPEAT_INTERLEAVE", inputs="x", moves_data=True, limit=0.0)
@@ -218,6 +234,9 @@ def _repeat_interleave(x: np.ndarray, *, n: int, dim: int) -> np.ndarray:
     return np.repeat(x, n, axis=-1 - dim)
 
 
+repeat_interleave.slices(_unchanged)
+
+
 @op("PAD", inputs="x", moves_data=True, limit=0.0)
 def pad(x: Tensor, p0: int, p1: int = 0, p2: int = 0, p3: int = 0) -> Spec:
     """x with p_i zeros after the end of dim i. Source: ggml_pad.
@@ -235,6 +254,9 @@ def pad(x: Tensor, p0: int, p1: int = 0, p2: int = 0, p3: int = 0) -> Spec:
 @pad.reference
 def _pad(x: np.ndarray, *, p0: int, p1: int, p2: int, p3: int) -> np.ndarray:
     return np.pad(x, [(0, p) for p in (p3, p2, p1, p0)])
+
+
+pad.slices(_unchanged)
 
 
 @op("FILL", inputs="x", moves_data=True, limit=1e-14)

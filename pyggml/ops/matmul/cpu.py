@@ -6,7 +6,9 @@ of 16 dot products are computed in registers. A dot product always has 16 partia
 k % 16, added in the order of `sums_of_lanes`; blocks of K are added in order.
 
 `mul_mat_blocks`: K is the outer loop. A block of `a` is brought to panels in which 32 rows stand side by side for each k, and a tile of
-32 x 8 results stays in registers, each summed over k in order, in blocks of K_OUTER.
+32 x 8 results stays in registers, each summed over k in order, in blocks of K_OUTER. Where 8 columns of b begin or end with zeros (a
+triangle has half of them) these terms are left out, unless the panel holds a number of which 0 times is not 0. A sum that is 0 is +0,
+so that no bit tells.
 
 In both, the bits of a result depend on its two rows alone.
 """
@@ -22,13 +24,13 @@ from pyggml.dtypes import F32
 from pyggml.ops.matmul import gemv, lanes, words
 from pyggml.ops.matmul.gemv import K_BLOCK
 from pyggml.quants.cpu import DEQUANT_ROW
-from pyggml.registry import kernel
+from pyggml.registry import items_wanted, kernel
 from pyggml.tensor import Node, Tensor
 
 ROW = (K_BLOCK + LANES) * 4  # 4 + 4 rows of it fit in 32 KB; bytes of a packed row: no power of two, so that rows do not share cache sets
 M_BLOCK, N_BLOCK = 64, 512
 N_PACK = 16  # rows of b packed at a time
-MIN_ITEMS, CHUNK_PRODUCTS = 16, 65536
+CHUNK_PRODUCTS = 65536
 
 
 # Tiles
@@ -146,9 +148,9 @@ def _blocks(node: Node) -> tuple[int, int]:
     def items() -> int:
         return -(-m // mb) * -(-n // nb) * b2 * b3
 
-    while items() < MIN_ITEMS and nb > 32:
+    while items() < items_wanted() and nb > 32:
         nb //= 2
-    while items() < MIN_ITEMS and mb > LANES:
+    while items() < items_wanted() and mb > LANES:
         mb //= 2
     return mb, nb
 
@@ -250,7 +252,46 @@ def outer_tile(b: Any, ir: Any, a: Any, x: Any, x_k: Any, x_col: Any, n: Any, ds
 
         for (v, c), total in zip(places, loop(b, ir, n, [zero] * len(places), term), strict=True):
             place = b.gep(dst, [b.add(b.mul(dst_col, i64(c)), i64(v * LANES * 4))])
+            total = b.fadd(total, zero)  # +0 of -0
             store_floats(b, place, b.select(b.icmp_signed("!=", first, i64(0)), total, b.fadd(load_floats(b, ir, place), total)))
+
+
+SPAN = 8  # elements of K that are looked at together
+
+
+@intrinsic("i64(ptr, i64)")
+def any_used(b: Any, ir: Any, x: Any, x_col: Any) -> Any:
+    """0 when SPAN elements of K are zero in each of P_COLS columns."""
+    words = ir.VectorType(ir.IntType(32), SPAN)
+    bits = ir.Constant(words, None)
+    for c in range(P_COLS):
+        bits = b.or_(bits, b.load(b.bitcast(b.gep(x, [b.mul(x_col, ir.IntType(64)(c))]), words.as_pointer()), align=4))
+    bits = b.bitcast(b.shl(bits, ir.Constant(words, [1] * SPAN)), ir.IntType(32 * SPAN))  # without the signs
+    return b.zext(b.icmp_unsigned("!=", bits, bits.type(0)), ir.IntType(64))
+
+
+@intrinsic("f32(ptr, i64)")
+def zero_times(b: Any, ir: Any, panel: Any, n: Any) -> Any:
+    """0 times all numbers of a panel of n elements of K: NaN where one of them is not finite."""
+    zero = float_constant(ir, 0.0)
+
+    def term(i: Any, acc: list[Any]) -> list[Any]:
+        row = b.gep(panel, [b.mul(i, ir.IntType(64)(P_STEP))])
+        return [multiply_add(b, ir, load_floats(b, ir, b.gep(row, [ir.IntType(64)(v * LANES * 4)])), zero, s) for v, s in enumerate(acc)]
+
+    sums = loop(b, ir, n, [zero] * (P_ROWS // LANES), term)
+    return b.extract_element(sums_of_lanes(b, ir, [b.fadd(*sums)] * LANES), ir.IntType(32)(0))
+
+
+@helper
+def used_span(x: Any, x_col: Any, n: Any) -> Any:
+    """The first element of K that is not zero in all of P_COLS columns, and the one after the last such, to SPAN elements."""
+    lo, hi = 0, n
+    while hi >= SPAN and any_used(at(x, (hi - SPAN) * 4), x_col) == 0:
+        hi -= SPAN
+    while lo + SPAN <= hi and any_used(at(x, lo * 4), x_col) == 0:
+        lo += SPAN
+    return lo, hi
 
 
 @helper
@@ -308,9 +349,9 @@ def _panel_blocks(node: Node) -> tuple[int, int]:
     """Rows and columns of an item, from the shape alone: smaller until there are items for some threads."""
     m, n, b2, b3 = node.out.ne
     mb, nb = P_BLOCK, N_BLOCK
-    while -(-m // mb) * -(-n // nb) * b2 * b3 < MIN_ITEMS and nb > B_COLS:
+    while -(-m // mb) * -(-n // nb) * b2 * b3 < items_wanted() and nb > B_COLS:
         nb //= 2
-    while -(-m // mb) * -(-n // nb) * b2 * b3 < MIN_ITEMS and mb > P_ROWS:
+    while -(-m // mb) * -(-n // nb) * b2 * b3 < items_wanted() and mb > P_ROWS:
         mb //= 2
     return mb, nb
 
@@ -326,7 +367,7 @@ def _panel_chunk(node: Node) -> int:
 
 
 def _panel_scratch(node: Node) -> int:
-    return P_BLOCK * K_OUTER * 4 + LANES * ROW + 4 * LANES * LANES + B_STEP * K_OUTER + P_STEP * P_COLS
+    return P_BLOCK * K_OUTER * 4 + LANES * ROW + 4 * LANES * LANES + B_STEP * K_OUTER + P_STEP * P_COLS + P_BLOCK // P_ROWS * 4
 
 
 def _panel_binds(node: Node) -> dict[str, Any]:
@@ -343,11 +384,13 @@ panel_a, columns_b, SIDE_BY_SIDE = panel_of_rows, columns_of, False  # bound
 
 @kernel("MUL_MAT", "cpu", when=_not_blocks, items=_panel_items, chunk=_panel_chunk, params=_panel_blocks, bind=_panel_binds, scratch=_panel_scratch)
 def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Items [i0, i1), blocks of m fastest. Scratch: panels of a, rows of it, a 16 x 16 block being turned, columns of b, a tile."""
+    """Items [i0, i1), blocks of m fastest. Scratch: panels of a, rows of it, a 16 x 16 block being turned, columns of b, a
+    tile, 0 times each panel once one was needed."""
     rows = at(scratch, P_BLOCK * K_OUTER * 4)
     turn = at(rows, LANES * ROW)
     columns = at(turn, 4 * LANES * LANES)
     tile = at(columns, B_STEP * K_OUTER)
+    finite = at(tile, P_STEP * P_COLS)
     n_mb, n_nb = (a.ne1 + mb - 1) // mb, (b.ne1 + nb - 1) // nb
     for item in range(i0, i1):
         m0, rest = item % n_mb * mb, item // n_mb
@@ -361,6 +404,7 @@ def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0:
             k, first = min(K_OUTER, a.ne0 - k0), 1 if k0 == 0 else 0
             for r in range(0, m, P_ROWS):
                 panel_a(at(scratch, r * K_OUTER * 4), at(a_p, r * a.nb1), a.nb0, a.nb1, min(P_ROWS, m - r), k0, k, rows, turn)
+            looked = 0
             for j in range(n0, n1, P_COLS):
                 cols = min(P_COLS, n1 - j)
                 before = P_COLS - cols if n1 - n0 >= P_COLS and not PACK_B else 0  # columns of a last tile that are computed again, and dropped
@@ -370,10 +414,18 @@ def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0:
                     if place == 0:
                         columns_b(columns, x, x_k, x_col, min(B_COLS, n1 - j), k)
                     x, x_k, x_col = at(columns, place * 4), B_STEP, 4
+                lo, hi = used_span(x, x_col, k) if not PACK_B and cols == P_COLS else (0, k)
+                if looked == 0 and hi - lo < k:
+                    looked = 1
+                    for r in range(0, m, P_ROWS):
+                        st_f32(finite, r // P_ROWS, zero_times(at(scratch, r * K_OUTER * 4), k))
                 for r in range(0, m, P_ROWS):
                     o, panel = at(o_p, r * 4 + j * out.nb1), at(scratch, r * K_OUTER * 4)
                     if m - r >= P_ROWS and cols == P_COLS:
-                        outer_tile(panel, x, x_k, x_col, k, o, out.nb1, first)
+                        if hi - lo < k and ld_f32(finite, r // P_ROWS) == F0:
+                            outer_tile(at(panel, lo * P_STEP), at(x, lo * x_k), x_k, x_col, hi - lo, o, out.nb1, first)
+                        else:
+                            outer_tile(panel, x, x_k, x_col, k, o, out.nb1, first)
                         continue
                     outer_tile(panel, x, x_k, x_col, k, tile, P_STEP, 1)
                     for c in range(cols):

@@ -78,3 +78,13 @@ def _mul_mat_cost(node: Node) -> Cost:
     b = node.src[1]
     assert b is not None
     return Cost(2.0 * node.out.n_elements * b.ne[0], default_bytes(node))
+
+
+def _batches(node: Node) -> tuple[int, ...]:
+    """Dims 2 and 3, but not of a weight that has no batches: that is one product, for which it is read once."""
+    a = node.src[0]
+    assert a is not None
+    return () if a.root.data is not None and a.ne[2] * a.ne[3] == 1 else (2, 3)
+
+
+mul_mat.slices(_batches, grouped=True)

@@ -64,3 +64,7 @@ def _norm(x: np.ndarray, eps: float) -> np.ndarray:
 @norm.cost
 def _norm_cost(node: Node) -> Cost:
     return Cost(6 * node.out.n_elements, default_bytes(node))
+
+
+for _d in (rms_norm, norm):
+    _d.slices(lambda node: (1, 2, 3))

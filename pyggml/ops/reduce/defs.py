@@ -88,3 +88,5 @@ def _input_flops(node: Node) -> Cost:
 
 for _d in (sum_rows, mean):
     _d.cost(_input_flops)
+    _d.slices(lambda node: (1, 2, 3))
+cumsum.slices(lambda node: {1, 2, 3} - {node.params["dim"]})

@@ -61,6 +61,7 @@ def _chosen(node: Node) -> tuple[str, list[Tensor]]:
 
 
 tri.pointwise = Pointwise("", ("fill",), select=_chosen)
+tri.slices(lambda node: {1, 2, 3} - set(node.params["dims"]))
 
 
 @tri.cost
