@@ -29,7 +29,7 @@ ON_THE_WAY = {"quantize_columns", "quantize_columns_in_pairs"}
 
 
 def kernel_for(prec: str, level: str) -> str:
-    """The kernel that few columns are to run on."""
+    """The kernel that 2 and more columns are to run on."""
     if prec == "f32":
         return "mul_mat_few"
     return "mul_mat_lanes" if "avx512bw" in level_features(level) else "mul_mat_words"
@@ -63,8 +63,12 @@ def test_every_number_of_columns(prec: str, name: str, limit: float, level: str)
     """Rows that fill no item, two batches; a column is the same whatever the others and the threads are."""
     a, wide = weights(name, 800 if dtype(name).block < 256 else 1280, 37, 2)
     x = np.random.default_rng(1).uniform(-1, 1, (2, MAX_N, a.ne[0])).astype(np.float32)
-    counts = [*range(1, 18), 24, MAX_N] if name in ("q8_0", "q4_K") and level == host_level() else [1, 4, MAX_N]
     kernel = kernel_for(prec, level)
+    counts = [*range(1, 18), 24, MAX_N] if name in ("q8_0", "q4_K") and level == host_level() else [1, 4, MAX_N]
+    if kernel == "mul_mat_lanes":
+        alone, counts = counts[0], [2, *counts[1:]]
+        got = products(open_backend("cpu", threads=2, prec=prec, level=level), a, x, [alone], "mul_mat_words")
+        assert nmse(got[0], x[:, :1].astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
     got = products(open_backend("cpu", threads=2, poison=True, prec=prec, level=level), a, x, counts, kernel)
     n = counts[-1]
     assert nmse(got[-1], x[:, :n].astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
@@ -100,14 +104,17 @@ def test_lower_levels_give_the_same_values(level: str, prec: str) -> None:
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_K", "bf16"])
 def test_batches_of_b_are_columns_of_one_product(name: str) -> None:
-    """Several sequences' tokens: the weights are read once for all, and each gets what it gets alone."""
+    """Several sequences' tokens: the weights are read once for all, and each gets what it gets beside a single other one."""
     a, _ = weights(name, 512, 40)
     x = np.random.default_rng(4).uniform(-1, 1, (4, 1, 512)).astype(np.float32)
     whole = mul_mat(a, pg.tensor(x))
     plan = open_backend("cpu").plan(Graph([whole]))
     assert plan.steps[-1].kernel.items == 3
     got = pg.compute(whole, {}, threads=2)
-    assert all(np.array_equal(got[i].ravel(), pg.compute(mul_mat(a, pg.tensor(x[i])), {}, threads=1).ravel()) for i in range(4))
+    for i in range(4):
+        assert np.array_equal(got[i].ravel(), pg.compute(mul_mat(a, pg.tensor(x[[i, i - 1], 0])), {}, threads=1)[0])
+        alone = pg.compute(mul_mat(a, pg.tensor(x[i])), {}, threads=1).ravel()
+        assert nmse(got[i].ravel(), alone.astype(np.float64)) <= (1e-8 if a.dtype.is_quantized else 0)
     gaps = pg.tensor([512, 2, 4], "f32", name="gaps")
     strided = mul_mat(a, pg.view(gaps, [512, 1, 4], [gaps.nb[2]] * 2))  # every other row
     values = np.zeros((4, 2, 512), np.float32)
@@ -126,9 +133,9 @@ def test_largest_numbers_do_not_overflow(level: str) -> None:
     for name, one, per in (("q6_K", block, 256), ("q8_0", bytes_, 32)):
         a = pg.raw_tensor(np.tile(one, 16 * 512 // per), dtype(name), (512, 16), "a")
         for sign in (1, -1):
-            x = pg.tensor([512, 1], "f32", name="x")
+            x = pg.tensor([512, 2], "f32", name="x")
             runner = open_backend("cpu", threads=1, level=level).compile(Graph([y := mul_mat(a, x)]))
-            runner.set(x, np.full((1, 512), sign, np.float32))
+            runner.set(x, np.full((2, 512), sign, np.float32))
             runner.run()
             assert np.allclose(runner.get(y), sign * 512.0, rtol=1e-6)
 

@@ -1,4 +1,4 @@
-"""MUL_MAT of few columns with quantized weights in whole numbers, 16 rows side by side (pyggml.quants.lanes_cpu): weights are read and
+"""MUL_MAT of two and more columns with quantized weights in whole numbers, 16 rows side by side (pyggml.quants.lanes_cpu): weights are read and
 unpacked once for all columns, and a column costs one instruction for each 32 weights and few more for each group of them.
 
 Columns are rounded as pyggml.ops.matmul.words has it: x = sx q for each 256 values. A block of X_BYTES holds 256 q (i16), of each four
@@ -10,6 +10,7 @@ Sums of whole numbers are exact and the order of the others is fixed, so the bit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pyggml.cpu.level import host_features, target_features
@@ -127,54 +128,41 @@ def _add_block(b: Any, ir: Any, kind: Lanes, weights: list[Any], dm: tuple[list[
     return acc
 
 
-def _super_blocks(b: Any, ir: Any, kind: Lanes, operands: Any, carried: list[Any], add: Any, finish: Any) -> list[Any]:
-    """Unpack 16 rows: add(weights, dm, x, block, carried) for each block of 32, finish(x, carried) after each super-block; both return what
-    is carried on."""
+def _super_blocks(b: Any, ir: Any, kind: Lanes, operands: Any, add: Callable[..., None], finish: Callable[[Any], None]) -> None:
+    """Unpack 16 rows: add(weights, dm, x, block) for each block of 32, finish(x) after each super-block."""
     a, a_row, x, n_blocks, scales = operands
     i64 = ir.IntType(64)
     all_rows = rows_of(b, ir, a, a_row)
     ahead = b.gep(a, [b.mul(a_row, i64(AHEAD_ROWS))])
     per_step = LANES * kind.nbytes * kind.step // SUPER
 
-    def super_block(i: Any, carried: list[Any]) -> list[Any]:
+    def super_block(i: Any, _: list[Any]) -> list[Any]:
         rows = all_rows.at(b, b.mul(i, i64(kind.nbytes)))
         x_here = b.gep(x, [b.mul(i, i64(X_BYTES))])
         left = b.sub(n_blocks, b.mul(i, i64(8)))
         here = b.select(b.icmp_signed("<", left, i64(8)), left, i64(8))
         kind.unpack(b, ir, rows, scales, here)
 
-        def step(j: Any, carried: list[Any]) -> list[Any]:
+        def step(j: Any, _: list[Any]) -> list[Any]:
             following = b.gep(ahead, [b.add(b.mul(i, i64(LANES * kind.nbytes)), b.mul(j, i64(per_step)))])
             at_step = rows.at(b, b.mul(j, i64(kind.nbytes // 8))) if kind.blocks else rows
             for k, weights in enumerate(kind.build(b, ir, at_step, scales, j)):
                 for line in range(0, per_step, 64)[k::kind.step // 32]:  # as much of the rows to come, in the order in which they lie
                     prefetch(b, ir, b.gep(following, [i64(line)]))
                 block = b.add(b.mul(j, i64(kind.step // 32)), i64(k))
-                carried = add(weights, _group_scales(b, ir, kind, scales, block), x_here, block, carried)
-            return carried
+                add(weights, _group_scales(b, ir, kind, scales, block), x_here, block)
+            return []
 
-        return list(finish(x_here, loop(b, ir, here if kind.blocks else i64(SUPER // kind.step), carried, step)))
+        loop(b, ir, here if kind.blocks else i64(SUPER // kind.step), [], step)
+        finish(x_here)
+        return []
 
-    return loop(b, ir, b.sdiv(b.add(n_blocks, i64(7)), i64(8)), carried, super_block)
-
-
-def _one(b: Any, ir: Any, kind: Lanes, operands: Any) -> None:
-    """16 rows times a column, in registers."""
-    *shared, sums = operands
-    zero = float_constant(ir, 0.0)
-
-    def add(weights: list[Any], dm: Any, x: Any, block: Any, carried: list[Any]) -> list[Any]:
-        return [_add_block(b, ir, kind, weights, dm, x, block, carried[0]), carried[1]]
-
-    def finish(x: Any, carried: list[Any]) -> list[Any]:
-        return [zero, multiply_add(b, ir, carried[0], _scalar(b, ir, x, X_SCALE), carried[1])]
-
-    store_floats(b, sums, _super_blocks(b, ir, kind, shared, [zero, zero], add, finish)[1])
+    loop(b, ir, b.sdiv(b.add(n_blocks, i64(7)), i64(8)), [], super_block)
 
 
-def _several(b: Any, ir: Any, kind: Lanes, operands: Any) -> None:
+def _times_columns(b: Any, ir: Any, kind: Lanes, operands: Any) -> None:
     """16 rows times n columns: the sums of a super-block stand in memory, behind those of all before it."""
-    *shared, sums, x_col, n = operands
+    a, a_row, x, x_col, n, n_blocks, sums, scales = operands
     i64, zero = ir.IntType(64), float_constant(ir, 0.0)
     behind = MAX_COLUMNS * 64
 
@@ -183,15 +171,15 @@ def _several(b: Any, ir: Any, kind: Lanes, operands: Any) -> None:
             store_floats(b, b.gep(sums, [b.add(b.mul(c, i64(64)), i64(k))]), zero)
         return []
 
-    def add(weights: list[Any], dm: Any, x: Any, block: Any, _: list[Any]) -> list[Any]:
+    def add(weights: list[Any], dm: Any, x: Any, block: Any) -> None:
         def column(c: Any, _: list[Any]) -> list[Any]:
             p = b.gep(sums, [b.add(b.mul(c, i64(64)), i64(behind))])
             store_floats(b, p, _add_block(b, ir, kind, weights, dm, b.gep(x, [b.mul(c, x_col)]), block, load_floats(b, ir, p)))
             return []
 
-        return loop(b, ir, n, [], column)
+        loop(b, ir, n, [], column)
 
-    def finish(x: Any, _: list[Any]) -> list[Any]:
+    def finish(x: Any) -> None:
         def column(c: Any, _: list[Any]) -> list[Any]:
             total = b.gep(sums, [b.mul(c, i64(64))])
             p, scale = b.gep(total, [i64(behind)]), _scalar(b, ir, b.gep(x, [b.mul(c, x_col)]), X_SCALE)
@@ -199,27 +187,22 @@ def _several(b: Any, ir: Any, kind: Lanes, operands: Any) -> None:
             store_floats(b, p, zero)
             return []
 
-        return loop(b, ir, n, [], column)
+        loop(b, ir, n, [], column)
 
     loop(b, ir, n, [], clear)
-    _super_blocks(b, ir, kind, shared, [], add, finish)
+    _super_blocks(b, ir, kind, (a, a_row, x, n_blocks, scales), add, finish)
 
 
-def _tile(name: str, kind: Lanes, several: bool) -> Intrinsic:
+def _tile(name: str, kind: Lanes) -> Intrinsic:
     def build(b: Any, ir: Any, *operands: Any) -> None:
-        a, a_row, x, x_col, n, n_blocks, sums, scales = operands
-        shared = [a, a_row, x, n_blocks, scales, sums]
-        if several:
-            _several(b, ir, kind, [*shared, x_col, n])
-        else:
-            _one(b, ir, kind, shared)
+        _times_columns(b, ir, kind, operands)
 
-    build.__name__ = f"lanes_{name}{'' if several else '_1'}"
+    build.__name__ = f"lanes_{name}"
     return Intrinsic("void(ptr, i64, ptr, i64, i64, i64, ptr, ptr)", build)
 
 
-TILES: dict[tuple[str, bool], Intrinsic] = {(t, s): _tile(t, k, s) for t, k in LANE_TYPES.items() for s in (False, True)}
-"""16 rows of a type times one column or several: (a, bytes of a row, x, bytes of a column, columns, blocks of 32, sums, scratch for scales)."""
+TILES: dict[str, Intrinsic] = {t: _tile(t, k) for t, k in LANE_TYPES.items()}
+"""16 rows of a type times columns: (a, bytes of a row, x, bytes of a column, columns, blocks of 32, sums, scratch for scales)."""
 globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
 
 
@@ -230,6 +213,9 @@ def _not_lanes(node: Node) -> str | None:
     a, b = operands_of(node)
     if a.dtype.name not in LANE_TYPES:
         return f"a is {a.dtype.name}"
+    x = _flat(node)[2]
+    if x is not None and x.ne[1] == 1:
+        return "one column, for which the kernel of a few rows at a time reads memory faster"
     return columns_refused(node, most_columns())
 
 
@@ -260,13 +246,7 @@ def _items(node: Node) -> int:
     return row_items(node, most_columns()) * (1 if node.out.ne[0] >= LANES else node.out.ne[0])
 
 
-def _binds(node: Node) -> dict[str, Any]:
-    x = _flat(node)[2]
-    assert x is not None
-    return {"rows_times_columns": TILES[operands_of(node)[0].dtype.name, x.ne[1] > 1]}
-
-
 OPTIONS: dict[str, Any] = {
     "when": _not_lanes, "rounds": True, "needs": {"avx512bw"}, "operands": _flat,
     "items": _items, "chunk": row_chunk, "shares": lambda _: SHARES, "before": _quantized,
-    "bind": _binds, "scratch": lambda _: MAX_COLUMNS * SUM_BYTES + SCALE_BYTES}
+    "bind": lambda node: {"rows_times_columns": TILES[operands_of(node)[0].dtype.name]}, "scratch": lambda _: MAX_COLUMNS * SUM_BYTES + SCALE_BYTES}
