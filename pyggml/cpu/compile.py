@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from pyggml.cpu import level as cpu_level
-from pyggml.cpu.simd import Arg, Helper, Intrinsic
+from pyggml.cpu.simd import INTRINSICS, Arg, Helper, Intrinsic
 from pyggml.cpu.workers import compile_jobs
 from pyggml.errors import KernelError
 
@@ -140,7 +140,8 @@ def _numba_intrinsic(module: str, name: str) -> Any:
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
-    it: Intrinsic = getattr(import_module(module), name)
+    import_module(module)
+    it = INTRINSICS[module, name]
     names = {"ptr": types.voidptr, "i64": types.int64, "i32": types.int32, "f32": types.float32, "f64": types.float64, "void": types.none}
     result, args = it.sig.rstrip(")").split("(")
     sig = names[result.strip()](*(names[a.strip()] for a in args.split(",") if a.strip()))

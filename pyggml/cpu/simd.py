@@ -34,6 +34,10 @@ class Arg(NamedTuple):
     nb3: int
 
 
+INTRINSICS: dict[tuple[str, str], Intrinsic] = {}
+"""By the builder's module and name: how a compiling process finds them."""
+
+
 class Intrinsic:
     """An operation written as LLVM IR: `build(builder, ir, *args)` returns the value (or None for void)."""
 
@@ -41,6 +45,7 @@ class Intrinsic:
         self.name = build.__name__
         self.sig = sig
         self.build = build
+        INTRINSICS[build.__module__, self.name] = self
 
     def __call__(self, *_args: Any) -> Any:
         raise TypeError(f"{self.name} runs inside compiled kernels only")

@@ -51,7 +51,6 @@ def _store(name: str, unit: Unit) -> Intrinsic:
 
 
 STORES: dict[str, Intrinsic] = {name: _store(name, unit) for name, unit in UNITS.items() if name.startswith("q")}
-globals().update({s.name: s for s in STORES.values()})  # a compiling process finds intrinsics by module and name
 BLOCK, NBYTES = 32, 34  # bound to the type's
 
 

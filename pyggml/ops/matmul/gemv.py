@@ -103,7 +103,6 @@ def _tile(name: str, unit: Unit, cols: int) -> Intrinsic:
 
 TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, u, c) for t, u in UNITS.items() for c in range(1, MAX_COLS + 1)}
 """The tile of a type and a number of columns: (a, bytes of a row, last row, x, bytes of a column, units, bytes to prefetch ahead, dst, scratch for scales)."""
-globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
 
 
 @intrinsic("void(ptr, ptr, i64)")

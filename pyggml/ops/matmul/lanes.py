@@ -203,7 +203,6 @@ def _tile(name: str, kind: Lanes) -> Intrinsic:
 
 TILES: dict[str, Intrinsic] = {t: _tile(t, k) for t, k in LANE_TYPES.items()}
 """16 rows of a type times columns: (a, bytes of a row, x, bytes of a column, columns, blocks of 32, sums, scratch for scales)."""
-globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
 
 
 # The kernel

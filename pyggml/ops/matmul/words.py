@@ -239,7 +239,6 @@ def _tile(name: str, kind: Words, cols: int) -> Intrinsic:
 
 
 TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, w, c) for t, w in WORDS.items() for c in range(1, MAX_COLS + 1)}
-globals().update({t.name: t for t in TILES.values()})  # a compiling process finds intrinsics by module and name
 
 
 # The kernel
