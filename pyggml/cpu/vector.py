@@ -56,6 +56,11 @@ def splat(b: Any, ir: Any, v: Any, n: int = LANES) -> Any:
     return shuffle(b, ir, one, one, [0] * n)
 
 
+def splat_at(b: Any, ir: Any, p: Any, offset: int, ty: Any) -> Any:
+    """LANES copies of a 32-bit scalar at byte `offset` of p."""
+    return splat(b, ir, b.load(b.bitcast(b.gep(p, [ir.IntType(64)(offset)]), ty.as_pointer()), align=4))
+
+
 def concat(b: Any, ir: Any, x: Any, y: Any) -> Any:
     """The elements of vector x, then those of y."""
     return shuffle(b, ir, x, y, range(2 * x.type.count))
@@ -69,6 +74,19 @@ def float_constant(ir: Any, v: float, n: int = LANES) -> Any:
 def int_constant(ir: Any, v: int | Sequence[int], n: int = LANES) -> Any:
     """n 32-bit numbers, or n copies of one."""
     return ir.Constant(ir.VectorType(ir.IntType(32), n), [v] * n if isinstance(v, int) else list(v))
+
+
+def nearest_ints(b: Any, ir: Any, x: Any) -> Any:
+    """The whole numbers nearest to float32, of two the even one, as 32 bits; |x| < 2^22."""
+    z = b.fadd(x, float_constant(ir, 1.5 * 2.0 ** 23))  # the rounded number is in its low bits
+    return b.sub(b.bitcast(z, ir.VectorType(ir.IntType(32), LANES)), int_constant(ir, 0x4B400000))
+
+
+def reduce_ints(b: Any, ir: Any, v: Any, op: str) -> Any:
+    """All lanes of 32-bit numbers into one: `op` is LLVM's (add, umax)."""
+    name = f"llvm.vector.reduce.{op}.v{LANES}i32"
+    fn = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(ir.IntType(32), [v.type]), name)
+    return b.call(fn, [v])
 
 
 def bytes_to_floats(b: Any, ir: Any, q: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyggml.cpu.simd import Helper, Intrinsic, at, copy_bytes, helper, intrinsic, ld_bf16, ld_f16, st_f32
-from pyggml.cpu.vector import LANES, float_constant, int_constant, load_floats, splat, store_floats
+from pyggml.cpu.vector import LANES, int_constant, load_floats, nearest_ints, reduce_ints, splat, store_floats
 from pyggml.quants.legacy import Q8_LEAST
 from pyggml.quants.units_cpu import UNITS, Unit
 
@@ -73,16 +73,13 @@ def quantize_q8_0(b: Any, ir: Any, dst: Any, src: Any) -> Any:
     xs = [load_floats(b, ir, b.gep(src, [ir.IntType(64)(4 * LANES * k)])) for k in (0, 1)]
     bits = [b.and_(b.bitcast(x, i32s), int_constant(ir, 0x7FFFFFFF)) for x in xs]
     larger = b.select(b.icmp_unsigned(">", *bits), *bits)  # as whole numbers: NaN is the largest of all
-    name = f"llvm.vector.reduce.umax.v{LANES}i32"
-    reduce = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(ir.IntType(32), [i32s]), name)
-    top_bits = b.call(reduce, [larger])
+    top_bits = reduce_ints(b, ir, larger, "umax")
     top, finite = b.bitcast(top_bits, f32), b.icmp_unsigned("<", top_bits, ir.IntType(32)(0x7F800000))
     usable = b.and_(finite, b.fcmp_ordered(">", top, ir.Constant(f32, Q8_LEAST)))
     d = b.fdiv(top, ir.Constant(f32, 127.0))
     inverse = splat(b, ir, b.select(usable, b.fdiv(ir.Constant(f32, 1.0), d), ir.Constant(f32, 0.0)))
     for k, x in enumerate(xs):
-        # x / d + 1.5 * 2^23 holds the rounded number in its low bits
-        q = b.sub(b.bitcast(b.fadd(b.fmul(x, inverse), float_constant(ir, 1.5 * 2.0 ** 23)), i32s), int_constant(ir, 0x4B400000))
+        q = nearest_ints(b, ir, b.fmul(x, inverse))
         q8 = b.select(splat(b, ir, usable), b.trunc(q, ir.VectorType(ir.IntType(8), LANES)), ir.Constant(ir.VectorType(ir.IntType(8), LANES), [0] * LANES))
         b.store(q8, b.bitcast(b.gep(dst, [ir.IntType(64)(LANES * k)]), q8.type.as_pointer()), align=1)
     return b.select(usable, d, b.select(finite, ir.Constant(f32, 0.0), ir.Constant(f32, float("nan"))))

@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pyggml.cpu.rows import matrix_address
 from pyggml.cpu.simd import F0, LOAD, Helper, at, copy_bytes, helper, intrinsic, ld_f32, st_f32, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
 from pyggml.dtypes import F32
 from pyggml.ops.matmul import gemv, lanes, words
-from pyggml.ops.matmul.gemv import K_BLOCK
+from pyggml.ops.matmul.gemv import K_BLOCK, operands_of
 from pyggml.quants.cpu import DEQUANT_ROW
 from pyggml.registry import items_wanted, kernel
 from pyggml.tensor import Node, Tensor
@@ -134,35 +135,32 @@ def _is_plain(t: Tensor) -> bool:
 # The kernel
 
 
-def _ab(node: Node) -> tuple[Tensor, Tensor]:
-    a, b = node.src
-    assert a is not None and b is not None
-    return a, b
-
-
-def _blocks(node: Node) -> tuple[int, int]:
-    """Rows and columns of an item, from the shape alone: halved until there are enough items for some threads."""
+def _n_items(node: Node, mb: int, nb: int) -> int:
+    """Blocks of so many rows and columns."""
     m, n, b2, b3 = node.out.ne
-    mb, nb = (M_BLOCK, N_BLOCK) if n > 4 else (LANES, 4)
+    return -(-m // mb) * -(-n // nb) * b2 * b3
 
-    def items() -> int:
-        return -(-m // mb) * -(-n // nb) * b2 * b3
 
-    while items() < items_wanted() and nb > 32:
+def _halved(node: Node, mb: int, nb: int, least_m: int, least_n: int) -> tuple[int, int]:
+    """Rows and columns of an item, from the shape alone: halved until there are enough items for some threads."""
+    while _n_items(node, mb, nb) < items_wanted() and nb > least_n:
         nb //= 2
-    while items() < items_wanted() and mb > LANES:
+    while _n_items(node, mb, nb) < items_wanted() and mb > least_m:
         mb //= 2
     return mb, nb
 
 
+def _blocks(node: Node) -> tuple[int, int]:
+    return _halved(node, *((M_BLOCK, N_BLOCK) if node.out.ne[1] > 4 else (LANES, 4)), LANES, 32)
+
+
 def _items(node: Node) -> int:
-    (m, n, b2, b3), (mb, nb) = node.out.ne, _blocks(node)
-    return -(-m // mb) * -(-n // nb) * b2 * b3
+    return _n_items(node, *_blocks(node))
 
 
 def _chunk(node: Node) -> int:
     mb, nb = _blocks(node)
-    return CHUNK_PRODUCTS // (mb * min(nb, node.out.ne[1]) * _ab(node)[0].ne[0])
+    return CHUNK_PRODUCTS // (mb * min(nb, node.out.ne[1]) * operands_of(node)[0].ne[0])
 
 
 def _scratch(node: Node) -> int:
@@ -170,7 +168,7 @@ def _scratch(node: Node) -> int:
 
 
 def _binds(node: Node) -> dict[str, Any]:
-    a, b = _ab(node)
+    a, b = operands_of(node)
     tile = {"dots": dots_16x1, "ROWS": 16, "COLS": 1} if node.out.ne[1] == 1 else {"dots": dots_4x4, "ROWS": 4, "COLS": 4}
     return {**tile, "PACK_A": not _is_plain(a), "PACK_B": not _is_plain(b), "pack_a": _packer(a), "pack_b": _packer(b)}
 
@@ -192,8 +190,7 @@ def mul_mat(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0: Any, i
         n0, batch = rest % n_nb * nb, rest // n_nb
         i2, i3 = batch % out.ne2, batch // out.ne2
         m, n1 = min(mb, a.ne1 - m0), min(n0 + nb, b.ne1)
-        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
-        b_p = at(b.p, i2 // (out.ne2 // b.ne2) * b.nb2 + i3 // (out.ne3 // b.ne3) * b.nb3)
+        a_p, b_p = at(matrix_address(a, out, i2, i3), m0 * a.nb1), matrix_address(b, out, i2, i3)
         o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
         for k0 in range(0, a.ne0, K_BLOCK):
             k = min(K_BLOCK, a.ne0 - k0)
@@ -341,29 +338,21 @@ def _columns(a: Tensor) -> bool:
 
 
 def _not_blocks(node: Node) -> str | None:
-    n, least = node.out.ne[1], 2 if _columns(_ab(node)[0]) else MIN_COLS
+    n, least = node.out.ne[1], 2 if _columns(operands_of(node)[0]) else MIN_COLS
     return f"{n} columns, fewer than {least}" if n < least else None
 
 
 def _panel_blocks(node: Node) -> tuple[int, int]:
-    """Rows and columns of an item, from the shape alone: smaller until there are items for some threads."""
-    m, n, b2, b3 = node.out.ne
-    mb, nb = P_BLOCK, N_BLOCK
-    while -(-m // mb) * -(-n // nb) * b2 * b3 < items_wanted() and nb > B_COLS:
-        nb //= 2
-    while -(-m // mb) * -(-n // nb) * b2 * b3 < items_wanted() and mb > P_ROWS:
-        mb //= 2
-    return mb, nb
+    return _halved(node, P_BLOCK, N_BLOCK, P_ROWS, B_COLS)
 
 
 def _panel_items(node: Node) -> int:
-    (m, n, b2, b3), (mb, nb) = node.out.ne, _panel_blocks(node)
-    return -(-m // mb) * -(-n // nb) * b2 * b3
+    return _n_items(node, *_panel_blocks(node))
 
 
 def _panel_chunk(node: Node) -> int:
     mb, nb = _panel_blocks(node)
-    return CHUNK_PRODUCTS // (min(mb, node.out.ne[0]) * min(nb, node.out.ne[1]) * _ab(node)[0].ne[0])
+    return CHUNK_PRODUCTS // (min(mb, node.out.ne[0]) * min(nb, node.out.ne[1]) * operands_of(node)[0].ne[0])
 
 
 def _panel_scratch(node: Node) -> int:
@@ -371,10 +360,9 @@ def _panel_scratch(node: Node) -> int:
 
 
 def _panel_binds(node: Node) -> dict[str, Any]:
-    a, b = _ab(node)
-    plain_a = a.dtype is F32 and a.nb[0] == 4 and a.ne[0] % LANES == 0
-    packer = _packer(a) if not _is_plain(a) else pack_rows.bind(widen=DEQUANT_ROW["f32"], BLOCK=1, NBYTES=4)
-    panel = panel_of_columns if _columns(a) else panel_of_rows.bind(PACK_A=not plain_a, pack_a=packer)
+    a, b = operands_of(node)
+    packer = pack_rows.bind(widen=DEQUANT_ROW["f32"], BLOCK=1, NBYTES=4) if _is_plain(a) else _packer(a)
+    panel = panel_of_columns if _columns(a) else panel_of_rows.bind(PACK_A=not _is_plain(a), pack_a=packer)
     return {"panel_a": panel, "PACK_B": not (b.dtype is F32 and b.nb[0] == 4),
             "columns_b": columns_of.bind(load_b=LOAD[b.dtype.name], SIDE_BY_SIDE=b.dtype is F32 and b.nb[1] == 4)}
 
@@ -397,8 +385,7 @@ def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0:
         n0, batch = rest % n_nb * nb, rest // n_nb
         i2, i3 = batch % out.ne2, batch // out.ne2
         m, n1 = min(mb, a.ne1 - m0), min(n0 + nb, b.ne1)
-        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
-        b_p = at(b.p, i2 // (out.ne2 // b.ne2) * b.nb2 + i3 // (out.ne3 // b.ne3) * b.nb3)
+        a_p, b_p = at(matrix_address(a, out, i2, i3), m0 * a.nb1), matrix_address(b, out, i2, i3)
         o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
         for k0 in range(0, a.ne0, K_OUTER):
             k, first = min(K_OUTER, a.ne0 - k0), 1 if k0 == 0 else 0

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pyggml.cpu.level import host_features, target_features
-from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic, zero_bytes
-from pyggml.cpu.vector import LANES, float_constant, int_constant, load_floats, loop, multiply_add, multiply_pairs, prefetch, splat, store_floats
-from pyggml.dtypes import F32
+from pyggml.cpu.rows import matrix_address
+from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic
+from pyggml.cpu.vector import LANES, float_constant, int_constant, load_floats, loop, multiply_add, multiply_pairs, prefetch, splat_at, store_floats
 from pyggml.ops.matmul.gemv import SHARES, columns_refused, flat_operands, operands_of, row_chunk, row_items
-from pyggml.ops.matmul.words import quantize
+from pyggml.ops.matmul.words import quantize, quantized
 from pyggml.quants.lanes_cpu import LANE_TYPES, OFFSETS, SCALE_BYTES, Lanes, rows_of
 from pyggml.quants.words_cpu import SUPER
-from pyggml.registry import Prepared
 from pyggml.tensor import Node, Tensor
 
 X_LESS32, X_LESS16, X_SCALE, X_BYTES = 512, 544, 608, 640
@@ -52,30 +51,7 @@ def quantize_pairs(b: Any, ir: Any, dst: Any, src: Any, n: Any) -> None:
     quantize(b, ir, dst, src, n, [j for i in range(0, LANES, 4) for j in (i, i + 2, i + 1, i + 3)], X_SCALE, keep_sum)
 
 
-def quantize_columns_in_pairs(out: Any, x: Any, i0: Any, i1: Any) -> None:
-    """Columns [i0, i1) of x, whose rows have no gaps."""
-    for r in range(i0, i1):
-        q = r // x.ne1
-        row, to = at(x.p, r % x.ne1 * x.nb1 + q % x.ne2 * x.nb2 + q // x.ne2 * x.nb3), at(out.p, r * out.nb1)
-        zero_bytes(to, out.nb1)
-        for k in range(0, x.ne0, SUPER):
-            quantize_pairs(at(to, k // SUPER * X_BYTES), at(row, k * 4), min(SUPER, x.ne0 - k))
-
-
-def _quantized(node: Node) -> Prepared:
-    x = _flat(node)[2]
-    assert x is not None
-    words = -(-x.ne[0] // SUPER) * X_BYTES // 4
-    out = Tensor(F32, (words, *x.ne[1:]), name=f"{x.name} (16 bits)")
-    return Prepared(quantize_columns_in_pairs, x, out, (), {"items": x.n_rows, "chunk": max(1, 4096 // x.ne[0])})
-
-
 # 16 rows times all columns
-
-
-def _whole(b: Any, ir: Any, p: Any, offset: int) -> Any:
-    """32 bits, in all lanes."""
-    return splat(b, ir, b.load(b.bitcast(b.gep(p, [ir.IntType(64)(offset)]), ir.IntType(32).as_pointer()), align=4))
 
 
 def _add_products(b: Any, ir: Any, total: Any, x: Any, y: Any) -> Any:
@@ -92,15 +68,10 @@ def _pair_sums(b: Any, ir: Any, weights: list[Any], x: Any, start: Any) -> Any:
     """start + the products of vectors of weights with pairs of numbers at x, in CHAINS sums."""
     sums = [start, *([int_constant(ir, 0)] * (CHAINS - 1))]
     for k, w in enumerate(weights):
-        sums[k % CHAINS] = _add_products(b, ir, sums[k % CHAINS], w, b.bitcast(_whole(b, ir, x, 4 * k), w.type))
+        sums[k % CHAINS] = _add_products(b, ir, sums[k % CHAINS], w, b.bitcast(splat_at(b, ir, x, 4 * k, ir.IntType(32)), w.type))
     while len(sums) > 1:
         sums = [b.add(s, t) for s, t in zip(sums[::2], sums[1::2], strict=True)]
     return sums[0]
-
-
-def _scalar(b: Any, ir: Any, p: Any, offset: int) -> Any:
-    """A float32, in all lanes."""
-    return splat(b, ir, b.load(b.bitcast(b.gep(p, [ir.IntType(64)(offset)]), ir.FloatType().as_pointer()), align=4))
 
 
 def _group_scales(b: Any, ir: Any, kind: Lanes, scales: Any, block: Any) -> tuple[list[Any], list[Any]]:
@@ -120,9 +91,9 @@ def _add_block(b: Any, ir: Any, kind: Lanes, weights: list[Any], dm: tuple[list[
     for g in range(len(d)):
         start = int_constant(ir, 0)
         if kind.low:
-            start = b.shl(_whole(b, ir, xs, 4 * g), int_constant(ir, kind.low.bit_length() - 1))
+            start = b.shl(splat_at(b, ir, xs, 4 * g, ir.IntType(32)), int_constant(ir, kind.low.bit_length() - 1))
         if m:
-            acc = multiply_add(b, ir, m[g], b.sitofp(_whole(b, ir, xs, 4 * g), acc.type), acc)
+            acc = multiply_add(b, ir, m[g], b.sitofp(splat_at(b, ir, xs, 4 * g, ir.IntType(32)), acc.type), acc)
         t = _pair_sums(b, ir, weights[g * per:(g + 1) * per], b.gep(xq, [i64(4 * g * per)]), start)
         acc = multiply_add(b, ir, b.sitofp(t, acc.type), d[g], acc)
     return acc
@@ -182,7 +153,7 @@ def _times_columns(b: Any, ir: Any, kind: Lanes, operands: Any) -> None:
     def finish(x: Any) -> None:
         def column(c: Any, _: list[Any]) -> list[Any]:
             total = b.gep(sums, [b.mul(c, i64(64))])
-            p, scale = b.gep(total, [i64(behind)]), _scalar(b, ir, b.gep(x, [b.mul(c, x_col)]), X_SCALE)
+            p, scale = b.gep(total, [i64(behind)]), splat_at(b, ir, b.gep(x, [b.mul(c, x_col)]), X_SCALE, ir.FloatType())
             store_floats(b, total, multiply_add(b, ir, load_floats(b, ir, p), scale, load_floats(b, ir, total)))
             store_floats(b, p, zero)
             return []
@@ -233,8 +204,7 @@ def mul_mat_lanes(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: 
         batch, m0 = item // n_mb, item % n_mb * rows
         i2, i3, m = batch % out.ne2, batch // out.ne2, min(rows, a.ne1 - m0)
         skip = rows - m
-        a_p = at(a.p, (m0 - skip) * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
-        x_p = at(x.p, i2 // (out.ne2 // x.ne2) * x.nb2 + i3 // (out.ne3 // x.ne3) * x.nb3)
+        a_p, x_p = at(matrix_address(a, out, i2, i3), (m0 - skip) * a.nb1), matrix_address(x, out, i2, i3)
         o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
         rows_times_columns(a_p, step, x_p, x.nb1, x.ne1, a.ne0 // 32, scratch, scales)
         for c in range(x.ne1):
@@ -247,5 +217,5 @@ def _items(node: Node) -> int:
 
 OPTIONS: dict[str, Any] = {
     "when": _not_lanes, "rounds": True, "needs": {"avx512bw"}, "operands": _flat,
-    "items": _items, "chunk": row_chunk, "shares": lambda _: SHARES, "before": _quantized,
+    "items": _items, "chunk": row_chunk, "shares": lambda _: SHARES, "before": lambda node: quantized(_flat(node)[2], quantize_pairs, X_BYTES),
     "bind": lambda node: {"rows_times_columns": TILES[operands_of(node)[0].dtype.name]}, "scratch": lambda _: MAX_COLUMNS * SUM_BYTES + SCALE_BYTES}

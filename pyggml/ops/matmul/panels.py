@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyggml.cpu.rows import loader
+from pyggml.cpu.rows import loader, matrix_address
 from pyggml.cpu.simd import F0, at, copy_bytes, helper, st_f32, zero_bytes
 from pyggml.cpu.tiles import (
     BLOCK,
@@ -31,6 +31,7 @@ from pyggml.cpu.tiles import (
 )
 from pyggml.cpu.vector import LANES
 from pyggml.dtypes import BF16, F16, F32
+from pyggml.ops.matmul.gemv import operands_of
 from pyggml.quants.cpu import DEQUANT_ROW
 from pyggml.registry import Prepared, kernel
 from pyggml.tensor import Node, Tensor
@@ -42,15 +43,9 @@ WIDEN_K = 256  # values of k that are dequantized at a time, of 16 rows; a multi
 WIDE_ROW = (WIDEN_K + LANES) * 4  # bytes; no power of two, so that rows do not share cache sets
 
 
-def _ab(node: Node) -> tuple[Tensor, Tensor]:
-    a, b = node.src
-    assert a is not None and b is not None
-    return a, b
-
-
 def _tokens(node: Node) -> tuple[int, int]:
     """Tokens of a batch and batches: the batches of b are more tokens where a has none."""
-    a, b = _ab(node)
+    a, b = operands_of(node)
     return (b.n_rows, 1) if a.ne[2] * a.ne[3] == 1 else (b.ne[1], node.out.ne[2] * node.out.ne[3])
 
 
@@ -106,7 +101,7 @@ def pack_tokens(out: Any, b: Any, batched: Any, scratch: Any, i0: Any, i1: Any) 
 
 
 def _prepare(node: Node) -> Prepared:
-    a, b = _ab(node)
+    a, b = operands_of(node)
     planes = _planes(a)[1]
     batched = int(a.ne[2] * a.ne[3] > 1)
     (n, _), tiles, batches = _tokens(node), _k_tiles(a), b.ne[2] * b.ne[3] if batched else 1
@@ -160,7 +155,7 @@ products = products_1x1
 
 
 def _binds(node: Node) -> dict[str, Any]:
-    a, _ = _ab(node)
+    a, _ = operands_of(node)
     a_planes, x_planes = _planes(a)
     rows = panel_rows.bind(widen=DEQUANT_ROW[a.dtype.name], A_BLOCK=a.dtype.block, A_BYTES=a.dtype.nbytes, A_PLANES=a_planes,
                            turn=turn_split if a_planes == 2 else turn_floats)
@@ -184,12 +179,12 @@ def _items(node: Node) -> int:
 
 
 def _scratch(node: Node) -> int:
-    a, _ = _ab(node)
+    a, _ = operands_of(node)
     return LANES * WIDE_ROW + BLOCK * BLOCK * 4 + P_ROWS * min(P_K, _k_tiles(a) * TILE_K) * 2 * _planes(a)[0]
 
 
 def _not_tiles(node: Node) -> str | None:
-    a, b = _ab(node)
+    a, b = operands_of(node)
     if a.dtype is F32 or b.dtype is not F32:
         return "the weights are f32" if a.dtype is F32 else "b is not f32"
     if not a.rows_contiguous:
@@ -199,12 +194,12 @@ def _not_tiles(node: Node) -> str | None:
 
 
 def _rounded(node: Node) -> str | None:
-    return _not_tiles(node) or (None if _planes(_ab(node)[0]) == (1, 1) else "the weights are not quantized")
+    return _not_tiles(node) or (None if _planes(operands_of(node)[0]) == (1, 1) else "the weights are not quantized")
 
 
 def _split(node: Node) -> str | None:
     # Without AMX two or three products in bfloat16 are no faster than one in float32.
-    return _not_tiles(node) or (None if _planes(_ab(node)[0]) != (1, 1) else "the weights are quantized")
+    return _not_tiles(node) or (None if _planes(operands_of(node)[0]) != (1, 1) else "the weights are quantized")
 
 
 def mul_mat_panels(out: Any, a: Any, b: Any, tokens: Any, mb: Any, nb: Any, n: Any, scratch: Any, i0: Any, i1: Any) -> None:
@@ -218,8 +213,7 @@ def mul_mat_panels(out: Any, a: Any, b: Any, tokens: Any, mb: Any, nb: Any, n: A
         n0, batch = rest % n_blocks * nb, rest // n_blocks
         i2, i3 = batch % out.ne2, batch // out.ne2
         m1, n1 = min(m0 + mb, a.ne1), min(n0 + nb, n)
-        a_p = at(a.p, i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
-        o_p = at(out.p, i2 * out.nb2 + i3 * out.nb3)
+        a_p, o_p = matrix_address(a, out, i2, i3), at(out.p, i2 * out.nb2 + i3 * out.nb3)
         x_p = at(tokens.p, (i3 // (out.ne3 // b.ne3) * b.ne2 + i2 // (out.ne2 // b.ne2)) * tokens.nb3 if tokens.ne3 > 1 else 0)
         for k0 in range(0, a.ne0, P_K):
             k = min(P_K, a.ne0 - k0)

@@ -27,19 +27,14 @@ from pyggml.cpu.tiles import (
 )
 from pyggml.cpu.vector import LANES
 from pyggml.dtypes import F32
+from pyggml.ops.matmul.gemv import operands_of
 from pyggml.registry import kernel
-from pyggml.tensor import Node, Tensor
+from pyggml.tensor import Node
 
 M_BLOCK, N_BLOCK, K_BLOCK = 128, 128, 512
 MIN_COLS = 8
 WIDE_ROW = (TILE_K + LANES) * 4  # bytes; no power of two, so that rows do not share cache sets
 CHUNK_PRODUCTS = 1 << 19
-
-
-def _ab(node: Node) -> tuple[Tensor, Tensor]:
-    a, b = node.src
-    assert a is not None and b is not None
-    return a, b
 
 
 @helper
@@ -91,12 +86,12 @@ def _panel(rows: int, most: int, k: int) -> int:
 
 
 def _params(node: Node) -> tuple[int]:
-    a, _ = _ab(node)
+    a, _ = operands_of(node)
     return (_panel(a.ne[1], M_BLOCK, a.ne[0]),)
 
 
 def _scratch(node: Node) -> int:
-    a, b = _ab(node)
+    a, b = operands_of(node)
     return LANES * WIDE_ROW + BLOCK * BLOCK * 4 + _params(node)[0] + _panel(b.ne[1], N_BLOCK, a.ne[0])
 
 
@@ -106,11 +101,11 @@ def _items(node: Node) -> int:
 
 
 def _chunk(node: Node) -> int:
-    return CHUNK_PRODUCTS // (min(M_BLOCK, node.out.ne[0]) * min(N_BLOCK, node.out.ne[1]) * _ab(node)[0].ne[0])
+    return CHUNK_PRODUCTS // (min(M_BLOCK, node.out.ne[0]) * min(N_BLOCK, node.out.ne[1]) * operands_of(node)[0].ne[0])
 
 
 def _not_rounded(node: Node) -> str | None:
-    a, b = _ab(node)
+    a, b = operands_of(node)
     if node.params["precision"] != "bf16":
         return "precision is not bf16"
     if a.dtype is not F32 or b.dtype is not F32:

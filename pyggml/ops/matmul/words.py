@@ -23,9 +23,12 @@ from pyggml.cpu.vector import (
     loop,
     multiply_add,
     multiply_pairs,
+    nearest_ints,
     prefetch,
+    reduce_ints,
     shuffle,
     splat,
+    splat_at,
     store_floats,
     wide_registers,
 )
@@ -51,7 +54,6 @@ from pyggml.tensor import Node, Tensor
 X_SUMS32, X_SUMS16, X_SCALE, X_BYTES = 512, 576, 640, 704
 LARGEST = 32767
 INFINITY = 0x7F800000  # as bits
-MAGIC = 1.5 * 2.0 ** 23  # x + MAGIC holds x, rounded to a whole number, in its low bits
 
 
 # Activations
@@ -65,16 +67,12 @@ def quantize(b: Any, ir: Any, dst: Any, src: Any, n: Any, order: Sequence[int], 
     i16, i32, i64, f32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
     ints = ir.VectorType(i32, LANES)
 
-    def reduce(v: Any, op: str) -> Any:
-        name = f"llvm.vector.reduce.{op}.v{LANES}i32"
-        return b.call(b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(i32, [ints]), name), [v])
-
     def largest(i: Any, acc: list[Any]) -> list[Any]:
         bits = b.and_(b.bitcast(load_floats(b, ir, b.gep(src, [b.mul(i, i64(64))])), ints), int_constant(ir, 0x7FFFFFFF))
         return [b.select(b.icmp_unsigned(">", bits, acc[0]), bits, acc[0])]
 
     (m,) = loop(b, ir, b.sdiv(n, i64(LANES)), [int_constant(ir, 0)], largest)  # as whole numbers: NaN is the largest of all
-    bits = reduce(m, "umax")
+    bits = reduce_ints(b, ir, m, "umax")
     top, limit = b.bitcast(bits, f32), ir.Constant(f32, float(LARGEST))
     usable = b.and_(b.icmp_unsigned("<", bits, i32(INFINITY)), b.fcmp_ordered(">", top, ir.Constant(f32, 2.0 ** -110)))
     inverse = splat(b, ir, b.select(usable, b.fdiv(limit, top), ir.Constant(f32, 0.0)))
@@ -86,21 +84,21 @@ def quantize(b: Any, ir: Any, dst: Any, src: Any, n: Any, order: Sequence[int], 
         for k in (0, 1):
             start = b.add(b.mul(i, i64(2 * LANES)), i64(k * LANES))
             x = load_floats(b, ir, b.gep(src, [b.mul(start, i64(4))]))
-            q = b.sub(b.bitcast(b.fadd(b.fmul(x, inverse), float_constant(ir, MAGIC)), ints), int_constant(ir, 0x4B400000))
+            q = nearest_ints(b, ir, b.fmul(x, inverse))
             sign = b.or_(b.ashr(b.bitcast(x, ints), int_constant(ir, 31)), int_constant(ir, 1))
             infinite = b.icmp_unsigned("==", b.and_(b.bitcast(x, ints), int_constant(ir, 0x7FFFFFFF)), int_constant(ir, INFINITY))
             q = b.select(infinite, sign, q)
             here = b.add(here, b.zext(infinite, ints))
             q16 = b.trunc(q, ir.VectorType(i16, LANES))
             b.store(shuffle(b, ir, q16, q16, order), b.bitcast(b.gep(dst, [b.mul(start, i64(2))]), q16.type.as_pointer()), align=2)
-            total = reduce(b.sext(q16, ints), "add")  # of what is stored
+            total = reduce_ints(b, ir, b.sext(q16, ints), "add")  # of what is stored
             keep_sum(i, 1 + k, total)
             pair = b.add(pair, total)
         keep_sum(i, 0, pair)
         return [here]
 
     (n_infinite,) = loop(b, ir, b.sdiv(n, i64(2 * LANES)), [int_constant(ir, 0)], numbers)
-    one = b.and_(b.icmp_unsigned("==", bits, i32(INFINITY)), b.icmp_unsigned("==", reduce(n_infinite, "add"), i32(1)))
+    one = b.and_(b.icmp_unsigned("==", bits, i32(INFINITY)), b.icmp_unsigned("==", reduce_ints(b, ir, n_infinite, "add"), i32(1)))
     scale = b.select(finite, scale, b.select(one, ir.Constant(f32, float("inf")), ir.Constant(f32, float("nan"))))
     b.store(scale, b.bitcast(b.gep(dst, [i64(scale_at)]), f32.as_pointer()), align=4)
 
@@ -117,6 +115,9 @@ def quantize_block(b: Any, ir: Any, dst: Any, src: Any, n: Any) -> None:
     quantize(b, ir, dst, src, n, range(LANES), X_SCALE, keep_sum)
 
 
+block_of_16_bits, BLOCK_BYTES = quantize_block, X_BYTES  # bound
+
+
 def quantize_columns(out: Any, x: Any, i0: Any, i1: Any) -> None:
     """Columns [i0, i1) of x, whose rows have no gaps."""
     for r in range(i0, i1):
@@ -124,15 +125,16 @@ def quantize_columns(out: Any, x: Any, i0: Any, i1: Any) -> None:
         row, to = at(x.p, r % x.ne1 * x.nb1 + q % x.ne2 * x.nb2 + q // x.ne2 * x.nb3), at(out.p, r * out.nb1)
         zero_bytes(to, out.nb1)
         for k in range(0, x.ne0, SUPER):
-            quantize_block(at(to, k // SUPER * X_BYTES), at(row, k * 4), min(SUPER, x.ne0 - k))
+            block_of_16_bits(at(to, k // SUPER * BLOCK_BYTES), at(row, k * 4), min(SUPER, x.ne0 - k))
 
 
-def _quantized(node: Node) -> Prepared:
-    x = flat_operands(node)[2]
+def quantized(x: Tensor | None, block: Intrinsic, nbytes: int) -> Prepared:
+    """Columns made blocks of so many bytes by `block` (dst, 256 or fewer float32, their number)."""
     assert x is not None
-    words = -(-x.ne[0] // SUPER) * X_BYTES // 4
+    words = -(-x.ne[0] // SUPER) * nbytes // 4
     out = Tensor(F32, (words, *x.ne[1:]), name=f"{x.name} (16 bits)")
-    return Prepared(quantize_columns, x, out, (), {"items": x.n_rows, "chunk": max(1, 4096 // x.ne[0])})
+    return Prepared(quantize_columns, x, out, (block.name,), {"items": x.n_rows, "chunk": max(1, 4096 // x.ne[0]),
+                                                              "bind": {"block_of_16_bits": block, "BLOCK_BYTES": nbytes}})
 
 
 # Tiles
@@ -171,18 +173,18 @@ def _dots(b: Any, ir: Any, kind: Words, cols: int, operands: Any) -> None:
                 for c in range(cols):
                     t, k = multiply_pairs(b, ir, w, xv[c]), r * cols + c
                     if kind.blocks:
-                        f, d = b.sitofp(t, zero.type), _splat_at(b, ir, slots[r], 4 * j)
+                        f, d = b.sitofp(t, zero.type), splat_at(b, ir, slots[r], 4 * j, zero.type.element)
                         sums[k] = b.fmul(f, d) if j == 0 else multiply_add(b, ir, f, d, sums[k])
                     else:
                         sums[k] = t if j == 0 else b.add(sums[k], t)
         for r, s in enumerate(slots):
             for c, p in enumerate(xs):
                 k = r * cols + c
-                v = sums[k] if kind.blocks else b.fmul(b.sitofp(sums[k], zero.type), _splat_at(b, ir, s, 0))
+                v = sums[k] if kind.blocks else b.fmul(b.sitofp(sums[k], zero.type), splat_at(b, ir, s, 0, zero.type.element))
                 if kind.offsets:
                     of = load_floats(b, ir, b.gep(p, [i64(X_SUMS32 if kind.offsets == 32 else X_SUMS16)]))
                     v = multiply_add(b, ir, load_floats(b, ir, b.gep(s, [i64(OFFSETS)])), of, v)
-                acc[k] = multiply_add(b, ir, v, _splat_at(b, ir, p, X_SCALE), acc[k])
+                acc[k] = multiply_add(b, ir, v, splat_at(b, ir, p, X_SCALE, zero.type.element), acc[k])
         return acc
 
     for r0 in range(0, ROWS, at_once):
@@ -223,11 +225,6 @@ def _dots(b: Any, ir: Any, kind: Words, cols: int, operands: Any) -> None:
             sums = loop(b, ir, b.zext(b.icmp_signed(">", n_left, i64(0)), i64), sums, rest)
         for i, v in enumerate(sums):
             store_floats(b, b.gep(dst, [i64(i % cols * SUMS + (r0 + i // cols) * 64)]), v)
-
-
-def _splat_at(b: Any, ir: Any, p: Any, offset: int) -> Any:
-    """A float32, in all lanes."""
-    return splat(b, ir, b.load(b.bitcast(b.gep(p, [ir.IntType(64)(offset)]), ir.FloatType().as_pointer()), align=4))
 
 
 def _tile(name: str, kind: Words, cols: int) -> Intrinsic:
@@ -291,4 +288,4 @@ def mul_mat_words(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: 
 
 
 OPTIONS: dict[str, Any] = {"when": _not_words, "rounds": True, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "shares": lambda _: SHARES,
-                           "bind": _binds, "before": _quantized, "scratch": _scratch}
+                           "bind": _binds, "before": lambda node: quantized(flat_operands(node)[2], quantize_block, X_BYTES), "scratch": _scratch}
