@@ -12,7 +12,6 @@ run between two writes in place, which no step passes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,17 +57,16 @@ def form_regions(graph: Graph, steps: Sequence[Step], takes: Takes, threads: int
         for root in {id(t.root) for s in run for t in (*s.ins, *s.outs) if t is not None}:
             touched[root] = i if touched.get(root, i) == i else -1
     elsewhere = {root for root, i in touched.items() if i < 0}  # touched in several runs, or from outside
-    can_join = functools.cache(lambda s, dims: can_be_cut(s, dims) and takes(s, dims))  # a step is asked from each one that a region may grow from
-    return [s for run in runs for s in _with_regions(run, elsewhere, can_join, threads)]
+    return [s for run in runs for s in _with_regions(run, elsewhere, takes, threads)]
 
 
 def _writes_in_place(s: Step) -> bool:
     return any(n.op.inplace is not None for n in s.nodes) or any(t.root.node is None for t in s.outs)
 
 
-def _with_regions(run: list[Step], elsewhere: set[int], can_join: Takes, threads: int) -> list[Step]:
+def _with_regions(run: list[Step], elsewhere: set[int], takes: Takes, threads: int) -> list[Step]:
     while True:
-        found = _Run(run, elsewhere, can_join).best(threads)
+        found = _Run(run, elsewhere, takes).best(threads)
         if found is None:
             return run
         run = found
@@ -77,10 +75,10 @@ def _with_regions(run: list[Step], elsewhere: set[int], can_join: Takes, threads
 class _Run:
     """Steps none of which writes in place, and how they hang together: by number in the run."""
 
-    def __init__(self, steps: list[Step], elsewhere: set[int], can_join: Takes) -> None:
+    def __init__(self, steps: list[Step], elsewhere: set[int], takes: Takes) -> None:
         self.steps = steps
         self.elsewhere = elsewhere
-        self.can_join = can_join
+        self.takes = takes
         self.large = [s.kernel is None and len(s.outs) == 1 and s.outs[0].root.nbytes >= LARGE for s in steps]
         self.made_by: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
@@ -143,7 +141,7 @@ class _Run:
         """The axis in step j's result if it can be cut along these dims with what it reads and what reads it; else None."""
         s = self.steps[j]
         out = s.outs[0]
-        if s.kernel is not None or len(s.outs) != 1 or out.root is not out or not self.can_join(s, dims):
+        if s.kernel is not None or len(s.outs) != 1 or out.root is not out or not can_be_cut(s, dims):
             return None
         for t in s.ins:
             if t is not None and id(t.root) in axes and dims_along(t, axes[id(t.root)]) != dims:
@@ -155,7 +153,7 @@ class _Run:
         for k in self.readers.get(id(out), ()):
             if k in members and any(dims_along(t, axis) != members[k] for t in self.steps[k].ins if t is not None and t.root is out):
                 return None
-        return axis
+        return axis if self.takes(s, dims) else None
 
     def _without_detours(self, members: dict[int, Dims]) -> dict[int, Dims]:
         """Members without those that read what a step outside has made of other members' results."""
