@@ -49,7 +49,8 @@ def lines(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     for name, path in zip(args.like, files, strict=True):
         yield f"pyggml fabricate --like {name} -t {args.type} -o {path.name}"
     yield f"pyggml bench {' '.join(bench_options([path.name for path in files], args))} -o json > models.json"
-    yield from ("pyggml report --lead --no-plot models.json    # or all of it: python benches/whole_models.py", "```")
+    asked = f"--like {' '.join(args.like)} --type {args.type} -p {args.prompts} -r {args.runs} -t {args.threads}"
+    yield from (f"pyggml report --lead --no-plot models.json    # or all of it: python benches/whole_models.py {asked}", "```")
     for name, path in zip(args.like, files, strict=True):
         if not path.exists():
             fabricate(name, args.type, str(path))
