@@ -74,13 +74,11 @@ class CpuBackend:
     def plan(self, graph: Graph) -> Plan:
         """Kernels, fusion groups, regions and memory of a graph; nothing is compiled."""
         refused: list[str] = []
-        prepared = _PreparedInputs()
 
-        def choose(step: Step, prepared: _PreparedInputs = prepared) -> list[Step]:
+        def choose(step: Step, prepared: _PreparedInputs) -> list[Step]:
             before: list[Step] = []
             if isinstance(step.kernel, Region):
-                inside = _PreparedInputs()
-                step.kernel = strips_of(step.kernel, lambda part: choose(part, inside))
+                step.kernel = strips_of(step.kernel, partial(choose, prepared=_PreparedInputs()))
             else:
                 before = self._choose(step, prepared, refused)
             if step.kernel is not None:
@@ -91,7 +89,7 @@ class CpuBackend:
             steps = write_pools(graph, join(graph, group(graph), self._ends_with_chains))
             return form_regions(graph, steps, self._same_for_slices, self.threads) if self.strips else steps
 
-        plan = make_plan(graph, choose, fuse=fused if self.fuse else None, reuse=self.reuse, guard=self.guard)
+        plan = make_plan(graph, partial(choose, prepared=_PreparedInputs()), fuse=fused if self.fuse else None, reuse=self.reuse, guard=self.guard)
         if refused:
             raise UnsupportedOp("; ".join(refused))
         return plan
