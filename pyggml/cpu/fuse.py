@@ -121,7 +121,7 @@ def join(graph: Graph, steps: list[Step], takes: Callable[[Node], bool]) -> list
     """Steps with a chain moved into the kernel that makes its input, where that kernel takes one (`takes(node)`): the chain is then applied to
     each run of elements while it is in the cache, in place. The input must be read by the chain alone, and float32 as the result is."""
     made_by = {id(s.outs[0]): i for i, s in enumerate(steps) if len(s.outs) == len(s.nodes) == 1 and s.nodes[0].op.pointwise is None}
-    kept = {id(t) for t in graph.outputs}
+    kept = {id(t.root) for t in graph.outputs}  # views of them have no step
     readers: dict[int, set[int]] = {}
     for i, s in enumerate(steps):
         for t in s.ins:
