@@ -296,6 +296,17 @@ def test_products_whose_kernel_depends_on_the_slice(n_columns: int, eager: None)
     assert [p.kernel_name for s in plan.steps for p in s.parts] == ["exp[flat]", "quantize_columns+mul_mat_words", "rms_norm_rows"]
 
 
+@BF16
+@pytest.mark.parametrize("n_columns", [6, 40])
+def test_results_of_one_weight_in_several_places(n_columns: int, eager: None) -> None:
+    """Of a slice of one head all batches are columns of its weight; their products lie among those of other heads, or beside them."""
+    a = pg.raw_tensor(random_blocks(Q8_0, 64 * 48 * 3 // 32, np.random.default_rng(3)), Q8_0, (64, 48, 3), "a")
+    x = pg.tensor([64, n_columns, 12, 3])
+    y = pg.mul_mat(a, pg.exp(x))
+    for out in (y, pg.rms_norm(y)):
+        assert parts(same_bits([out], {x: normal(x)}, threads=(1, 7)))
+
+
 def test_a_slice_has_the_gaps_of_the_whole(eager: None) -> None:
     """One number per head, of which a product reads a matrix: side by side in a slice of one head, it would be multiplied by another kernel."""
     x, b = pg.tensor([8, 16, 40, 64]), pg.tensor([64, 3, 16])
