@@ -1,5 +1,5 @@
-"""MUL_MAT of few columns, in float32 and in whole numbers: types, numbers of columns and edges against float64, and bits that depend on
-the two rows alone."""
+"""MUL_MAT of few columns, in float32 and in whole numbers (with rows side by side where registers are wide): types, numbers of columns and
+edges against float64, and bits that depend on the two rows alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyggml as pg
 from pyggml.backends import open_backend
 from pyggml.backends.cpu import CpuBackend
 from pyggml.cases import random_blocks
-from pyggml.cpu.level import LEVELS, host_level
+from pyggml.cpu.level import LEVELS, host_level, level_features
 from pyggml.dtypes import dtype
 from pyggml.graph import Graph
 from pyggml.ops.matmul.defs import mul_mat
@@ -23,8 +23,16 @@ from pyggml.testing import nmse
 
 NAMES = [t.name for t in WEIGHT_TYPES]
 KINDS = [("f32", name, 1e-12) for name in NAMES] + [("auto", name, 5e-8) for name in WORDS]  # prec, type, limit
-KERNEL = {"f32": "mul_mat_few", "auto": "mul_mat_words"}
+LEVELS_HERE = [v for v in LEVELS if LEVELS.index(v) <= LEVELS.index(host_level())]
 LOWER = [v for v in ("portable", "avx2") if LEVELS.index(v) < LEVELS.index(host_level())]
+ON_THE_WAY = {"quantize_columns", "quantize_columns_in_pairs"}
+
+
+def kernel_for(prec: str, level: str) -> str:
+    """The kernel that 2 and more columns are to run on."""
+    if prec == "f32":
+        return "mul_mat_few"
+    return "mul_mat_lanes" if "avx512bw" in level_features(level) else "mul_mat_words"
 
 
 def weights(name: str, k: int, m: int, n_batch: int = 1) -> tuple[Tensor, np.ndarray]:
@@ -42,35 +50,42 @@ def products(backend: CpuBackend, a: Tensor, x: np.ndarray, counts: list[int], k
     ins = [pg.tensor([x.shape[-1], n, a.ne[2]], "f32", name=f"x{n}") for n in counts]
     outs = [mul_mat(a, t) for t in ins]
     runner = backend.compile(Graph(outs))
-    assert {s.kernel_name for s in runner.plan.steps} - {"quantize_columns"} == {kernel}
+    assert {s.kernel_name for s in runner.plan.steps} - ON_THE_WAY == {kernel}
     for t, n in zip(ins, counts, strict=True):
         runner.set(t, np.ascontiguousarray(x[:, :n]).reshape(t.ne[2::-1]))
     runner.run()
     return [runner.get(y).reshape(a.ne[2], n, a.ne[1]) for y, n in zip(outs, counts, strict=True)]
 
 
-@pytest.mark.parametrize(("prec", "name", "limit"), KINDS)
-def test_every_number_of_columns(prec: str, name: str, limit: float) -> None:
+@pytest.mark.parametrize(("prec", "name", "limit", "level"), [(*kind, host_level()) for kind in KINDS]
+                         + [("auto", name, 5e-8, "avx2") for name in WORDS if "avx2" in LOWER])
+def test_every_number_of_columns(prec: str, name: str, limit: float, level: str) -> None:
     """Rows that fill no item, two batches; a column is the same whatever the others and the threads are."""
     a, wide = weights(name, 800 if dtype(name).block < 256 else 1280, 37, 2)
     x = np.random.default_rng(1).uniform(-1, 1, (2, MAX_N, a.ne[0])).astype(np.float32)
-    counts = list(range(1, MAX_N + 1)) if name in ("q8_0", "q4_K") else [1, 4]
-    got = products(open_backend("cpu", threads=2, poison=True, prec=prec), a, x, counts, KERNEL[prec])
+    kernel = kernel_for(prec, level)
+    counts = [*range(1, 18), 24, MAX_N] if name in ("q8_0", "q4_K") and level == host_level() else [1, 4, MAX_N]
+    if kernel == "mul_mat_lanes":
+        alone, counts = counts[0], [2, *counts[1:]]
+        got = products(open_backend("cpu", threads=2, prec=prec, level=level), a, x, [alone], "mul_mat_words")
+        assert nmse(got[0], x[:, :1].astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
+    got = products(open_backend("cpu", threads=2, poison=True, prec=prec, level=level), a, x, counts, kernel)
     n = counts[-1]
     assert nmse(got[-1], x[:, :n].astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
     assert all(np.array_equal(g, got[-1][:, :c]) for g, c in zip(got, counts, strict=True))
     for threads in (1, 7):
-        assert np.array_equal(products(open_backend("cpu", threads=threads, prec=prec), a, x, [4], KERNEL[prec])[0], got[-1][:, :4])
+        assert np.array_equal(products(open_backend("cpu", threads=threads, prec=prec, level=level), a, x, [4], kernel)[0], got[-1][:, :4])
 
 
+@pytest.mark.parametrize("n_rows", [5, 19])
 @pytest.mark.parametrize(("prec", "name", "limit"), KINDS)
-def test_short_rows(prec: str, name: str, limit: float) -> None:
+def test_short_rows(prec: str, name: str, limit: float, n_rows: int) -> None:
     """K of one to a few blocks: the loops' whole turns and what is left of them."""
     block = UNITS[name].n
     for k in (block, 3 * block, 9 * block):
-        a, wide = weights(name, k, 5)
+        a, wide = weights(name, k, n_rows)
         x = np.random.default_rng(2).uniform(-1, 1, (1, 4, k)).astype(np.float32)
-        got = products(open_backend("cpu", threads=1, prec=prec), a, x, [4], KERNEL[prec])[0]
+        got = products(open_backend("cpu", threads=1, prec=prec), a, x, [4], kernel_for(prec, host_level()))[0]
         assert nmse(got, x.astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
 
 
@@ -81,7 +96,7 @@ def test_lower_levels_give_the_same_values(level: str, prec: str) -> None:
     x = np.random.default_rng(3).uniform(-1, 1, (2, 768)).astype(np.float32)
     outs = [mul_mat(a, pg.tensor(x)) for a, _, _ in kinds]
     runner = open_backend("cpu", threads=2, level=level, prec=prec).compile(Graph(outs))
-    assert {s.kernel_name for s in runner.plan.steps} - {"quantize_columns"} == {KERNEL[prec]}
+    assert {s.kernel_name for s in runner.plan.steps} - ON_THE_WAY == {kernel_for(prec, level)}
     runner.run()
     for y, (_, wide, limit) in zip(outs, kinds, strict=True):
         assert nmse(runner.get(y)[0, 0], x.astype(np.float64) @ wide[0].T) <= limit
@@ -89,14 +104,17 @@ def test_lower_levels_give_the_same_values(level: str, prec: str) -> None:
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_K", "bf16"])
 def test_batches_of_b_are_columns_of_one_product(name: str) -> None:
-    """Several sequences' tokens: the weights are read once for all, and each gets what it gets alone."""
+    """Several sequences' tokens: the weights are read once for all, and each gets what it gets beside a single other one."""
     a, _ = weights(name, 512, 40)
     x = np.random.default_rng(4).uniform(-1, 1, (4, 1, 512)).astype(np.float32)
     whole = mul_mat(a, pg.tensor(x))
     plan = open_backend("cpu").plan(Graph([whole]))
     assert plan.steps[-1].kernel.items == 3
     got = pg.compute(whole, {}, threads=2)
-    assert all(np.array_equal(got[i].ravel(), pg.compute(mul_mat(a, pg.tensor(x[i])), {}, threads=1).ravel()) for i in range(4))
+    for i in range(4):
+        assert np.array_equal(got[i].ravel(), pg.compute(mul_mat(a, pg.tensor(x[[i, i - 1], 0])), {}, threads=1)[0])
+        alone = pg.compute(mul_mat(a, pg.tensor(x[i])), {}, threads=1).ravel()
+        assert nmse(got[i].ravel(), alone.astype(np.float64)) <= (1e-8 if a.dtype.is_quantized else 0)
     gaps = pg.tensor([512, 2, 4], "f32", name="gaps")
     strided = mul_mat(a, pg.view(gaps, [512, 1, 4], [gaps.nb[2]] * 2))  # every other row
     values = np.zeros((4, 2, 512), np.float32)
@@ -104,21 +122,34 @@ def test_batches_of_b_are_columns_of_one_product(name: str) -> None:
     assert np.array_equal(pg.compute(strided, {gaps: values}, threads=2).reshape(got.shape), got)
 
 
-def test_largest_numbers_do_not_overflow() -> None:
-    """q6_K: numbers of -32, scales of -128 and equal activations reach 4096 x 32767 x 16, just below 2^31."""
+@pytest.mark.parametrize("level", LEVELS_HERE)
+def test_largest_numbers_do_not_overflow(level: str) -> None:
+    """q6_K: numbers of -32, scales of -128 and equal activations reach 4096 x 32767 x 16, just below 2^31. q8_0: numbers of -128."""
     block = np.zeros(210, np.uint8)
     block[192:208] = 128
     block[208:210] = np.array([2.0 ** -12], "<f2").view(np.uint8)
-    a = pg.raw_tensor(np.tile(block, 32), dtype("q6_K"), (512, 16), "a")
-    for sign in (1, -1):
-        got = pg.compute(mul_mat(a, pg.tensor(np.full((1, 512), sign, np.float32))), {}, threads=1)
-        assert np.allclose(got, sign * 512.0, rtol=1e-6)
+    bytes_ = np.full(34, 128, np.uint8)
+    bytes_[:2] = np.array([-2.0 ** -7], "<f2").view(np.uint8)
+    for name, one, per in (("q6_K", block, 256), ("q8_0", bytes_, 32)):
+        a = pg.raw_tensor(np.tile(one, 16 * 512 // per), dtype(name), (512, 16), "a")
+        for sign in (1, -1):
+            x = pg.tensor([512, 2], "f32", name="x")
+            runner = open_backend("cpu", threads=1, level=level).compile(Graph([y := mul_mat(a, x)]))
+            runner.set(x, np.full((2, 512), sign, np.float32))
+            runner.run()
+            assert np.allclose(runner.get(y), sign * 512.0, rtol=1e-6)
 
 
-def test_activations_that_are_no_numbers_or_tiny() -> None:
-    a, wide = weights("q8_0", 512, 16)
+@pytest.mark.parametrize("n_rows", [15, 16])
+def test_activations_that_are_no_numbers_or_tiny(n_rows: int) -> None:
+    a, wide = weights("q8_0", 512, n_rows)
     x = np.zeros((5, 512), np.float32)
     x[1, 7], x[2, 300], x[3] = np.inf, np.nan, np.random.default_rng(5).uniform(-1e-37, 1e-37, 512)
     got = pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=1)
-    assert np.isnan(got[1:3]).all() and not got[0].any() and not got[4].any()
+    assert np.isnan(got[2]).all() and not got[0].any() and not got[4].any()
+    if "avx512bw" in level_features(host_level()):  # else it is NaN
+        assert np.array_equal(got[1], np.where(wide[0, :, 7] == 0, np.nan, np.copysign(np.inf, wide[0, :, 7])), equal_nan=True)
+    two = np.zeros((1, 512), np.float32)
+    two[0, 7], two[0, 8] = np.inf, -np.inf
+    assert np.isnan(pg.compute(mul_mat(a, pg.tensor(two)), {}, threads=1)).all()
     assert np.abs(got[3]).max() <= 2e-37 * np.abs(wide[0]).sum()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pyggml.errors import ParamError
 from pyggml.models import Model
@@ -32,15 +35,16 @@ def main(args: argparse.Namespace) -> int:
     """Run the tool."""
     start = time.perf_counter()
     sampler = Sampler(temp=args.temp, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    model = open_model(args)
-    prompt = read_prompt(args)
-    ids = model.vocab.tokenize(prompt)
-    if not ids:
-        raise ParamError("the prompt is empty; give one with -p, -f or stdin")
-    ctx = open_context(model, args)
-    loaded = time.perf_counter()
-    ctx.prepare(len(ids))
-    prepared = time.perf_counter()
+    with _nothing_collected():
+        model = open_model(args)
+        prompt = read_prompt(args)
+        ids = model.vocab.tokenize(prompt)
+        if not ids:
+            raise ParamError("the prompt is empty; give one with -p, -f or stdin")
+        ctx = open_context(model, args)
+        loaded = time.perf_counter()
+        ctx.prepare(len(ids))
+        prepared = time.perf_counter()
     if not args.no_display_prompt:
         print(prompt, end="", flush=True)
     tokens: list[int] = []
@@ -61,6 +65,16 @@ def main(args: argparse.Namespace) -> int:
     if len(tokens) < args.predict and not (tokens and tokens[-1] in model.vocab.eog_ids):
         note(f"stopped  the context is full: {args.ctx_size} tokens; -c N for more")
     return 0
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Loading makes hardly any garbage, but a vocabulary and plans are much for the collector to walk through again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def read_prompt(args: argparse.Namespace) -> str:

@@ -234,6 +234,15 @@ def prepare_numba(level: str) -> None:
     codegen: Any = import_module("numba.core.codegen")
     codegen.CPUCodeLibrary._optimize_final_module = lambda self: None
     codegen.JITCodeLibrary._finalize_specific = lambda self: None
+    _wide_loops()
+
+
+@functools.cache
+def _wide_loops() -> None:
+    """Have LLVM fill registers with the narrowest type of a loop, not the widest: a chain that starts from one float64 subtraction is
+    float32 for the rest of its work. LLVM takes an option once per process."""
+    import llvmlite.binding as llvm
+    llvm.set_option("", "-vectorizer-maximize-bandwidth")
 
 
 def pack(recipe: Any) -> bytes:

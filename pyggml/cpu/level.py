@@ -90,9 +90,12 @@ def check_level(level: str | None) -> str:
 def numba_target(level: str) -> tuple[str, str]:
     """CPU name and feature string that numba is to compile for: the host's own at its full level."""
     import llvmlite.binding as llvm
+    name, features = _CPU_NAME[level] if level in _CPU_NAME else "", ""
     if level == host_level():
-        return str(llvm.get_host_cpu_name()), str(llvm.get_host_cpu_features().flatten())
-    return _CPU_NAME[level], ""
+        name, features = str(llvm.get_host_cpu_name()), str(llvm.get_host_cpu_features().flatten())
+    if "avx512f" in level_features(level):  # LLVM makes vectors of half a register on Intel's, for the clock that old ones lost with whole ones
+        features = ",".join(filter(None, [features, "-prefer-256-bit"]))
+    return name, features
 
 
 def level_features(level: str) -> frozenset[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from pyggml.cpu.simd import F0, LOAD, Helper, at, copy_bytes, helper, intrinsic, ld_f32, st_f32, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
 from pyggml.dtypes import F32
-from pyggml.ops.matmul import gemv, words
+from pyggml.ops.matmul import gemv, lanes, words
 from pyggml.ops.matmul.gemv import K_BLOCK
 from pyggml.quants.cpu import DEQUANT_ROW
 from pyggml.registry import items_wanted, kernel
@@ -407,8 +407,9 @@ def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0:
             looked = 0
             for j in range(n0, n1, P_COLS):
                 cols = min(P_COLS, n1 - j)
-                x, x_k, x_col = at(b_p, j * b.nb1 + k0 * b.nb0), b.nb0, b.nb1
-                if PACK_B or cols < P_COLS:
+                before = P_COLS - cols if n1 - n0 >= P_COLS and not PACK_B else 0  # columns of a last tile that are computed again, and dropped
+                x, x_k, x_col = at(b_p, (j - before) * b.nb1 + k0 * b.nb0), b.nb0, b.nb1
+                if PACK_B or cols + before < P_COLS:
                     place = (j - n0) % B_COLS if PACK_B else 0
                     if place == 0:
                         columns_b(columns, x, x_k, x_col, min(B_COLS, n1 - j), k)
@@ -428,7 +429,7 @@ def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0:
                         continue
                     outer_tile(panel, x, x_k, x_col, k, tile, P_STEP, 1)
                     for c in range(cols):
-                        to, of = at(o, c * out.nb1), at(tile, c * P_STEP)
+                        to, of = at(o, c * out.nb1), at(tile, (before + c) * P_STEP)
                         for i in range(min(P_ROWS, m - r)):
                             st_f32(to, i, ld_f32(of, i) if first == 1 else ld_f32(to, i) + ld_f32(of, i))
 
@@ -439,3 +440,5 @@ kernel("MUL_MAT", "cpu", **words.OPTIONS)(words.mul_mat_words)
 
 from pyggml.ops.matmul import panels as panels  # noqa: E402
 from pyggml.ops.matmul import small as small  # noqa: E402
+
+kernel("MUL_MAT", "cpu", **lanes.OPTIONS)(lanes.mul_mat_lanes)

@@ -1,4 +1,4 @@
-"""MUL_MAT of few columns (1 to 16 tokens): weights are read once, from where they lie, made float32 in registers and multiplied with
+"""MUL_MAT of few columns (1 to 32 tokens): weights are read once, from where they lie, made float32 in registers and multiplied with
 up to 4 columns while they are there.
 
 An item is 16 rows of one batch, computed in tiles of 4 rows. Dot products are summed as `mul_mat` sums them, 16 partial sums for each
@@ -16,7 +16,7 @@ from pyggml.dtypes import F32
 from pyggml.quants.units_cpu import UNITS, Unit
 from pyggml.tensor import Node, Tensor
 
-MAX_N = 16  # columns
+MAX_N = 32  # columns
 K_BLOCK = 1024  # values of k that are summed at a time, here and in `mul_mat`; a multiple of every type's block
 MAX_COLS, ROWS = 4, 4  # of a tile
 TURN = 64  # weights of a row per turn of a tile's loop, at least
@@ -133,19 +133,19 @@ def _as_columns(t: Tensor) -> Tensor | None:
     return Tensor(t.dtype, (t.ne[0], t.n_rows, 1, 1), (t.nb[0], step, step * t.n_rows, step * t.n_rows), name=t.name, root=t.root, offs=t.offs)
 
 
-def flat_operands(node: Node) -> list[Tensor | None]:
-    """Result, a and b; batches of b are more columns of one product where a has none."""
+def flat_operands(node: Node, most: int = MAX_N) -> list[Tensor | None]:
+    """Result, a and b; batches of b are more columns of one product where a has none and they are `most` at most."""
     a, b = operands_of(node)
-    flat = _as_columns(b) if a.ne[2] * a.ne[3] == 1 and b.n_rows <= MAX_N else None
+    flat = _as_columns(b) if a.ne[2] * a.ne[3] == 1 and b.n_rows <= most else None
     out = _as_columns(node.out)
     return [node.out, a, b] if flat is None or out is None else [out, a, flat]
 
 
-def columns_refused(node: Node) -> str | None:
+def columns_refused(node: Node, most: int = MAX_N) -> str | None:
     """Why products of few columns do not take b."""
     _, b = operands_of(node)
-    if b.ne[1] > MAX_N:
-        return f"{b.ne[1]} columns, more than {MAX_N}"
+    if b.ne[1] > most:
+        return f"{b.ne[1]} columns, more than {most}"
     return "the columns of b are not float32 without gaps" if b.dtype is not F32 or b.nb[0] != 4 else None
 
 
@@ -161,9 +161,9 @@ def _not_few(node: Node) -> str | None:
     return f"K is {a.ne[0]}, no multiple of {unit.n}" if a.ne[0] % unit.n else None
 
 
-def row_items(node: Node) -> int:
+def row_items(node: Node, most: int = MAX_N) -> int:
     """16 rows of a batch each."""
-    out = flat_operands(node)[0]
+    out = flat_operands(node, most)[0]
     assert out is not None
     return -(-out.ne[0] // LANES) * out.ne[2] * out.ne[3]
 

@@ -3,13 +3,14 @@ the numbers of a super-block of weights are multiplied with them two by two into
 
 Of a column, each 256 values become x = sx q with |q| <= 32767: a block of X_BYTES holds 256 q (i16), at X_SUMS32 eight zeros and the sums of
 q over each 32 (float32), at X_SUMS16 those over each 16, at X_SCALE sx. That rounds to 15 bits of the largest of 256 values; llama.cpp
-rounds to 7 bits of the largest of 32 or 256. Where one of them is not finite, so is sx, and the results are NaN.
+rounds to 7 bits of the largest of 32 or 256. Where one of them is not finite, sx is infinite or NaN, and the results are NaN.
 
 Whole sums are exact, so bits of a result depend on its two rows alone here too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic, zero_bytes
@@ -23,6 +24,7 @@ from pyggml.cpu.vector import (
     multiply_add,
     multiply_pairs,
     prefetch,
+    shuffle,
     splat,
     store_floats,
     wide_registers,
@@ -48,15 +50,18 @@ from pyggml.tensor import Node, Tensor
 
 X_SUMS32, X_SUMS16, X_SCALE, X_BYTES = 512, 576, 640, 704
 LARGEST = 32767
+INFINITY = 0x7F800000  # as bits
 MAGIC = 1.5 * 2.0 ** 23  # x + MAGIC holds x, rounded to a whole number, in its low bits
 
 
 # Activations
 
 
-@intrinsic("void(ptr, ptr, i64)")
-def quantize_block(b: Any, ir: Any, dst: Any, src: Any, n: Any) -> None:
-    """A block of n <= 256 float32, n a multiple of 32; the rest of dst is zero already."""
+def quantize(b: Any, ir: Any, dst: Any, src: Any, n: Any, order: Sequence[int], scale_at: int,
+             keep_sum: Callable[[Any, int, Any], None]) -> None:
+    """A block of n <= 256 float32, n a multiple of 32, of each 16 numbers in `order`, the scale at byte scale_at. The rest of dst is zero already.
+    keep_sum(i, w, total) is told the sums of the numbers of 32, the i-th ones (w = 0), and of their halves (1 and 2). A block with one
+    infinity has a scale of infinity and one number that is not 0; with several or with NaN its scale is NaN."""
     i16, i32, i64, f32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
     ints = ir.VectorType(i32, LANES)
 
@@ -71,28 +76,45 @@ def quantize_block(b: Any, ir: Any, dst: Any, src: Any, n: Any) -> None:
     (m,) = loop(b, ir, b.sdiv(n, i64(LANES)), [int_constant(ir, 0)], largest)  # as whole numbers: NaN is the largest of all
     bits = reduce(m, "umax")
     top, limit = b.bitcast(bits, f32), ir.Constant(f32, float(LARGEST))
-    usable = b.and_(b.icmp_unsigned("<", bits, i32(0x7F800000)), b.fcmp_ordered(">", top, ir.Constant(f32, 2.0 ** -110)))
+    usable = b.and_(b.icmp_unsigned("<", bits, i32(INFINITY)), b.fcmp_ordered(">", top, ir.Constant(f32, 2.0 ** -110)))
     inverse = splat(b, ir, b.select(usable, b.fdiv(limit, top), ir.Constant(f32, 0.0)))
-    scale = b.select(usable, b.fdiv(top, limit), b.fmul(top, ir.Constant(f32, float("nan"))))
-    scale = b.select(b.icmp_unsigned("<", bits, i32(0x7F800000)), b.select(usable, scale, ir.Constant(f32, 0.0)), scale)
+    scale = b.select(usable, b.fdiv(top, limit), ir.Constant(f32, 0.0))
+    finite = b.icmp_unsigned("<", bits, i32(INFINITY))
 
-    def numbers(i: Any, _: list[Any]) -> list[Any]:
-        pair = i32(0)
+    def numbers(i: Any, n_infinite: list[Any]) -> list[Any]:
+        pair, here = i32(0), n_infinite[0]
         for k in (0, 1):
             start = b.add(b.mul(i, i64(2 * LANES)), i64(k * LANES))
-            x = b.fmul(load_floats(b, ir, b.gep(src, [b.mul(start, i64(4))])), inverse)
-            q = b.sub(b.bitcast(b.fadd(x, float_constant(ir, MAGIC)), ints), int_constant(ir, 0x4B400000))
+            x = load_floats(b, ir, b.gep(src, [b.mul(start, i64(4))]))
+            q = b.sub(b.bitcast(b.fadd(b.fmul(x, inverse), float_constant(ir, MAGIC)), ints), int_constant(ir, 0x4B400000))
+            sign = b.or_(b.ashr(b.bitcast(x, ints), int_constant(ir, 31)), int_constant(ir, 1))
+            infinite = b.icmp_unsigned("==", b.and_(b.bitcast(x, ints), int_constant(ir, 0x7FFFFFFF)), int_constant(ir, INFINITY))
+            q = b.select(infinite, sign, q)
+            here = b.add(here, b.zext(infinite, ints))
             q16 = b.trunc(q, ir.VectorType(i16, LANES))
-            b.store(q16, b.bitcast(b.gep(dst, [b.mul(start, i64(2))]), q16.type.as_pointer()), align=2)
+            b.store(shuffle(b, ir, q16, q16, order), b.bitcast(b.gep(dst, [b.mul(start, i64(2))]), q16.type.as_pointer()), align=2)
             total = reduce(b.sext(q16, ints), "add")  # of what is stored
-            store = b.gep(dst, [b.add(i64(X_SUMS16 + 4 * k), b.mul(i, i64(8)))])
-            b.store(b.sitofp(total, f32), b.bitcast(store, f32.as_pointer()), align=4)
+            keep_sum(i, 1 + k, total)
             pair = b.add(pair, total)
-        b.store(b.sitofp(pair, f32), b.bitcast(b.gep(dst, [b.add(i64(X_SUMS32 + 32), b.mul(i, i64(4)))]), f32.as_pointer()), align=4)
-        return []
+        keep_sum(i, 0, pair)
+        return [here]
 
-    loop(b, ir, b.sdiv(n, i64(2 * LANES)), [], numbers)
-    b.store(scale, b.bitcast(b.gep(dst, [i64(X_SCALE)]), f32.as_pointer()), align=4)
+    (n_infinite,) = loop(b, ir, b.sdiv(n, i64(2 * LANES)), [int_constant(ir, 0)], numbers)
+    one = b.and_(b.icmp_unsigned("==", bits, i32(INFINITY)), b.icmp_unsigned("==", reduce(n_infinite, "add"), i32(1)))
+    scale = b.select(finite, scale, b.select(one, ir.Constant(f32, float("inf")), ir.Constant(f32, float("nan"))))
+    b.store(scale, b.bitcast(b.gep(dst, [i64(scale_at)]), f32.as_pointer()), align=4)
+
+
+@intrinsic("void(ptr, ptr, i64)")
+def quantize_block(b: Any, ir: Any, dst: Any, src: Any, n: Any) -> None:
+    """A block as the tiles here read it."""
+    i64, f32 = ir.IntType(64), ir.FloatType()
+
+    def keep_sum(i: Any, which: int, total: Any) -> None:
+        place = b.add(i64(X_SUMS16 + 4 * which - 4), b.mul(i, i64(8))) if which else b.add(i64(X_SUMS32 + 32), b.mul(i, i64(4)))
+        b.store(b.sitofp(total, f32), b.bitcast(b.gep(dst, [place]), f32.as_pointer()), align=4)
+
+    quantize(b, ir, dst, src, n, range(LANES), X_SCALE, keep_sum)
 
 
 def quantize_columns(out: Any, x: Any, i0: Any, i1: Any) -> None:
