@@ -159,6 +159,8 @@ def _metadata(like: str, s: Mapping[str, Any], kinds: Sequence[str], type: str, 
         "ssm.conv_kernel": s["ssm_d_conv"], "ssm.state_size": s["ssm_d_state"], "ssm.group_count": s["ssm_n_group"],
         "ssm.inner_size": s["ssm_heads"] * s["ssm_head_dim"], "ssm.time_step_rank": s["ssm_heads"],
     }
+    if s["arch"] == "nemotron_h":
+        keys["attention.layer_norm_epsilon"] = 1e-5  # llama.cpp does not load the model without
     if "n_head" in s:
         d_head = s.get("head_dim") or s["n_embd"] // s["n_head"]
         keys |= {"vocab_size": n_vocab, "attention.head_count": s["n_head"], "attention.key_length": d_head, "attention.value_length": d_head,

@@ -170,6 +170,18 @@ def test_types_are_those_of_real_files(shared: Path, type_: str) -> None:
         assert ours == want, path.name
 
 
+@pytest.mark.parametrize(("like", "real"), [("nemotron-nano-9b-v2", "nemotron-h-demo"), ("granite-4.0-h-350m", "granite-h-demo"),
+                                            ("mamba2-130m", "mamba2-demo")])
+def test_keys_are_those_that_the_converter_writes(shared: Path, tmp_path: Path, like: str, real: str) -> None:
+    """Of the model's own keys none is missing, but for counts of 0 and the size of experts: llama.cpp loads no file without one that it reads."""
+    fabricate(like, "Q8_0", tmp_path / "m.gguf", n_layer=4, n_vocab=300)
+    keys = []
+    for path in (tmp_path / "m.gguf", shared / "models" / f"{real}-Q8_0.gguf"):
+        with read_gguf(path) as f:
+            keys.append({k for k, v in f.metadata.items() if not k.startswith(("general.", "tokenizer.")) and "expert" not in k and np.any(v)})
+    assert keys[1] - keys[0] == set()
+
+
 def test_rows_that_are_no_multiple_of_256(tmp_path: Path) -> None:
     made = fabricate("nemotron-nano-9b-v2", "Q4_K_M", tmp_path / "m.gguf", n_layer=3, n_vocab=300)
     assert {t.ne[0] for t in made.fallbacks} == {4480, 15680}
