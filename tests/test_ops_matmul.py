@@ -189,6 +189,18 @@ def test_the_limit_knows_that_few_results_vary() -> None:
     assert 8e-6 < max(errors) < mul_mat.limit_of(products[0].node)
 
 
+@pytest.mark.parametrize("overlapping", ["a", "b"])
+@pytest.mark.skipif("avx512bf16" not in level_features(host_level()), reason="this CPU multiplies no bfloat16")
+def test_overlapping_batches_in_bfloat16(overlapping: str) -> None:
+    """The first block of a batch lies where the last, shorter one of the batch before it does."""
+    x, y = floats(513, 32), floats(4, 8, 32, seed=1)
+    windows = np.stack([x[128 * i:128 * i + 129] for i in range(4)]).astype(np.float64)
+    view, other = pg.view(pg.tensor(x), [32, 129, 4], [128, 128 * 128]), pg.tensor(y)
+    got = pg.compute(mul_mat(view, other, precision="bf16") if overlapping == "a" else mul_mat(other, view, precision="bf16"), {}, threads=1)
+    want = np.einsum("bnk,bmk->bnm", y, windows)
+    assert nmse(got, want if overlapping == "a" else want.swapaxes(1, 2)) < 1.2e-5
+
+
 @pytest.mark.parametrize("k", [24, 64, 300, 520])
 @pytest.mark.parametrize("shape", ["lower", "upper", "band", "none"])
 @pytest.mark.parametrize("value", [1.0, np.inf, np.nan, -1e-45])

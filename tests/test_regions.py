@@ -26,6 +26,7 @@ from pyggml.graph import Graph
 from pyggml.guards import stored_values
 from pyggml.models.ssd import ssd_graph
 from pyggml.plan import Plan, Step
+from pyggml.registry import find_op, load_kernels
 from pyggml.tensor import Tensor
 
 Values = dict[Tensor, np.ndarray]
@@ -103,11 +104,14 @@ def test_views_that_follow_an_axis_have_the_same_slices(ne: list[int], dim: int,
     for size in (1, axis.length):
         c = cut(t, t.ne, dims, size, False)
         assert c is not None
-        small = Tensor(root.dtype, tuple(size if d == dim else n for d, n in enumerate(root.ne)))  # type: ignore[arg-type]
+        small = packed(root, axis, size, None, tuple(size if d == dim else n for d, n in enumerate(root.ne)))  # type: ignore[arg-type]
         view = packed(t, axis, size, small, c.ne)
-        numbers = np.arange(root.n_elements).reshape(root.ne[::-1])
-        kept = np.take(numbers, range(size), axis=3 - dim).reshape(-1)  # what slice 0 holds, in its own memory
-        assert np.array_equal(kept[elements(view) // 4], np.take(elements(t) // 4, range(size), axis=3 - dims[0]))
+        whole = np.take(elements(root), range(size), axis=3 - dim)  # where what slice 0 holds lies in the whole
+        place = np.full(small.nbytes // 4, -1)
+        place[elements(small) // 4] = whole
+        assert np.array_equal(place[elements(view) // 4], np.take(elements(t), range(size), axis=3 - dims[0]))
+        gaps = [d for d in range(4) if view.ne[d] > 1 and t.nb[d] > 4]
+        assert all(view.nb[d] > 4 for d in gaps)
 
 
 def test_two_dims_of_one_axis() -> None:
@@ -140,7 +144,7 @@ def whole_step_regions(dim: int, size: int) -> Callable[..., list[Step]]:
         made = []
         for s in steps:
             region = Region([s], [(dim,)], {}, set(), s.outs[0].ne[dim], size)
-            ok = can_be_cut(s, (dim,)) and s.outs[0].ne[dim] % size == 0 and takes(s, (dim,)) and all_cut(region, size)
+            ok = can_be_cut(s, (dim,)) and s.outs[0].ne[dim] % size == 0 and all_cut(region, size) and takes(s, (dim,), size)
             made.append(Step(s.nodes, s.ins, s.outs, kernel=region, parts=[s]) if ok else s)
         return made
     return form
@@ -273,6 +277,52 @@ def test_no_step_passes_a_write_in_place(eager: None) -> None:
     np.testing.assert_allclose(runner.get(before), norm(value.astype(np.float64)), rtol=1e-5)
     wide = value.astype(np.float64)
     np.testing.assert_allclose(runner.get(last), np.cumsum(norm(2 * wide * norm(wide)), axis=-1), rtol=1e-4, atol=1e-5)
+
+
+def test_an_operand_that_repeats_along_the_axis(eager: None) -> None:
+    """A view with stride 0 has as many elements for a slice as the slice, not as the whole."""
+    one, x, y = pg.tensor([1]), pg.tensor([1, 64, 5]), pg.tensor([16, 8, 64])
+    shared = pg.tensor([16, 8])
+    for out in (pg.rms_norm(pg.mul(pg.cumsum(x), pg.view(one, [1, 64], [0]))), pg.rms_norm(pg.mul_mat(pg.view(shared, [16, 8, 64], [64, 0]), pg.exp(y)))):
+        assert parts(same_bits([out], {t: normal(t) for t in Graph([out]).inputs}))
+
+
+@BF16
+@pytest.mark.parametrize("n_columns", [5, 8])
+def test_products_whose_kernel_depends_on_the_slice(n_columns: int, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of heads that share a weight are one product with the columns of all: they are no longer than its kernel stays the same."""
+    load_kernels("cpu")
+    for kernel in find_op("MUL_MAT").kernels["cpu"]:
+        if kernel.name == "mul_mat_lanes":  # it takes few columns and many
+            monkeypatch.setitem(kernel.options, "needs", {"nothing has this"})
+    a = pg.raw_tensor(random_blocks(Q8_0, 64 * 48 * 2 // 32, np.random.default_rng(3)), Q8_0, (64, 48, 2), "a")
+    x = pg.tensor([64, n_columns, 64])
+    plan = same_bits([pg.rms_norm(pg.mul_mat(a, pg.exp(x)))], {x: normal(x)})
+    assert [p.kernel_name for s in plan.steps for p in s.parts] == ["exp[flat]", "quantize_columns+mul_mat_words", "rms_norm_rows"]
+
+
+@BF16
+@pytest.mark.parametrize("n_columns", [6, 40, 80])
+def test_results_of_one_weight_in_several_places(n_columns: int, eager: None) -> None:
+    """Of a slice of one head all batches are columns of its weight; their products lie among those of other heads, or beside them."""
+    a = pg.raw_tensor(random_blocks(Q8_0, 64 * 48 * 3 // 32, np.random.default_rng(3)), Q8_0, (64, 48, 3), "a")
+    x = pg.tensor([64, n_columns, 12, 3])
+    y = pg.mul_mat(a, pg.exp(x))
+    for out in (y, pg.rms_norm(y)):
+        assert parts(same_bits([out], {x: normal(x)}, threads=(1, 7)))
+
+
+def test_a_slice_has_the_gaps_of_the_whole(eager: None) -> None:
+    """One number per head, of which a product reads a matrix: side by side in a slice of one head, it would be multiplied by another kernel."""
+    x, b = pg.tensor([8, 16, 40, 64]), pg.tensor([64, 3, 16])
+    out = pg.rms_norm(pg.mul_mat(pg.permute(pg.sum_rows(x), 3, 2, 1, 0), b))
+    assert parts(same_bits([out], {x: normal(x), b: normal(b, 1)})) == [["SUM_ROWS", "MUL_MAT", "RMS_NORM"]]
+
+
+def test_columns_side_by_side_of_results_that_are_not(eager: None) -> None:
+    """A slice's columns, kept alone, are those of one matrix; their products, stored among others', are not."""
+    a, x = pg.tensor([64, 48]), pg.tensor([64, 1, 64, 3])
+    assert parts(same_bits([pg.mul_mat(a, pg.exp(x))], {a: normal(a), x: normal(x, 1)})) == [["EXP", "MUL_MAT"]]
 
 
 @st.composite

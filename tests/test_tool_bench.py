@@ -265,6 +265,13 @@ def test_a_free_op_in_a_chain_is_the_identity() -> None:
     assert np.array_equal(got.reshape(2, 3), 3 * X) and len(kernels) == 1
 
 
+def test_a_free_triangle_keeps_all() -> None:
+    """In a chain with rows, of which the kernel otherwise leaves out what the triangle does."""
+    x = pg.tensor([3, 2])
+    got, kernels = run_swapped(free_ops("TRI"), pg.scale(pg.tri(pg.mul(x, pg.tensor(np.float32([1, 2, 3]))), "lower"), 3.0), x, X)
+    assert np.array_equal(got.reshape(2, 3), X * [3, 6, 9]) and len(kernels) == 1
+
+
 def test_a_free_op_of_its_own_step_does_nothing() -> None:
     x = pg.tensor([3, 2])
     y = pg.cumsum(pg.exp(x))

@@ -121,13 +121,13 @@ class CpuBackend:
         k = choose_kernel(node, "cpu", self._unfit)[0]
         return k is not None and bool(k.options.get("epilogue"))
 
-    def _same_for_slices(self, step: Step, dims: Dims) -> bool:
-        """Whether a step's kernel is that of its slices, too: the bits of a result then do not depend on the slices."""
+    def _same_for_slices(self, step: Step, dims: Dims, size: int) -> bool:
+        """Whether a step's kernel is that of its slices of this size, too: the bits of a result then do not depend on the slices."""
         node = step.nodes[0]
         if node.op.pointwise is not None:
             return True
         k = choose_kernel(node, "cpu", self._unfit)[0]
-        return k is not None and k is choose_kernel(sliced(node, dims), "cpu", self._unfit)[0]
+        return k is not None and k is choose_kernel(sliced(node, dims, size), "cpu", self._unfit)[0]
 
     def compile(self, graph: Graph) -> CpuRunner:
         """Plan, compile what is not cached, lay out memory."""

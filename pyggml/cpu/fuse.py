@@ -121,7 +121,7 @@ def join(graph: Graph, steps: list[Step], takes: Callable[[Node], bool]) -> list
     """Steps with a chain moved into the kernel that makes its input, where that kernel takes one (`takes(node)`): the chain is then applied to
     each run of elements while it is in the cache, in place. The input must be read by the chain alone, and float32 as the result is."""
     made_by = {id(s.outs[0]): i for i, s in enumerate(steps) if len(s.outs) == len(s.nodes) == 1 and s.nodes[0].op.pointwise is None}
-    kept = {id(t) for t in graph.outputs}
+    kept = {id(t.root) for t in graph.outputs}  # views of them have no step
     readers: dict[int, set[int]] = {}
     for i, s in enumerate(steps):
         for t in s.ins:
@@ -276,7 +276,8 @@ class _Prefix(NamedTuple):
 
 def _kept_prefix(nodes: Sequence[Node], keys: Sequence[tuple[Any, ...]], ins: Sequence[Tensor], body: Sequence[str]) -> _Prefix | None:
     """The prefix of rows along which a chain's TRI counts columns, if what comes after it in the chain reads nothing else."""
-    k = next((k for k, n in enumerate(nodes) if n.op.name == "TRI" and n.params["kind"] in ("lower", "lower_diag")), None)
+    chosen = (k for k, n in enumerate(nodes) if n.op.name == "TRI" and n.op.pointwise and n.op.pointwise.select)  # else one that costs nothing stands for it
+    k = next((k for k in chosen if nodes[k].params["kind"] in ("lower", "lower_diag")), None)
     if k is None or _compute_kind(nodes[k]) != "f32":
         return None
     column, row = (keys.index(_key(t)) for t in operands(nodes[k])[1:])

@@ -40,12 +40,12 @@ class Region:
     size: int = 1
 
 
-Takes = Callable[[Step, Dims], bool]
+Takes = Callable[[Step, Dims, int], bool]
 
 
 def form_regions(graph: Graph, steps: Sequence[Step], takes: Takes, threads: int) -> list[Step]:
-    """Steps with regions made one step each, whose kernel is the Region. `takes(step, dims)`: whether the kernel of a step is the same for slices
-    along these dims of its result."""
+    """Steps with regions made one step each, whose kernel is the Region. `takes(step, dims, size)`: whether the kernel of a step is the same for
+    slices of that size along these dims of its result."""
     runs: list[list[Step]] = [[]]
     for s in steps:
         if _writes_in_place(s):
@@ -113,7 +113,7 @@ class _Run:
         if best is None:
             return None
         _, region, kept = best
-        _choose_size(region, threads)
+        _choose_size(region, self.takes, threads)
         return self._joined(region, kept)
 
     def _grown(self, i: int, dims: Dims) -> tuple[dict[int, Dims], dict[int, Axis]]:
@@ -153,7 +153,7 @@ class _Run:
         for k in self.readers.get(id(out), ()):
             if k in members and any(dims_along(t, axis) != members[k] for t in self.steps[k].ins if t is not None and t.root is out):
                 return None
-        return axis if self.takes(s, dims) else None
+        return axis if self.takes(s, dims, 1) else None
 
     def _without_detours(self, members: dict[int, Dims]) -> dict[int, Dims]:
         """Members without those that read what a step outside has made of other members' results."""
@@ -207,13 +207,14 @@ def _busy(n: int, threads: int) -> bool:
     return 4 * n >= 3 * threads * -(-n // threads)
 
 
-def _choose_size(region: Region, threads: int) -> None:
+def _choose_size(region: Region, takes: Takes, threads: int) -> None:
     """The longest slices whose values stay within STRIP_BYTES, of which there are still enough for the threads."""
     results = [s.outs[0] for s in region.steps]
     enough = min(region.n, max(MIN_SLICES, 4 * threads))
     whole = _values_at_a_time(region)
     for size in sizes(region.n, region.dims, results):
-        if (size == 1 or (region.n // size >= enough and whole * size <= STRIP_BYTES * region.n)) and all_cut(region, size):
+        if size == 1 or (region.n // size >= enough and whole * size <= STRIP_BYTES * region.n and all_cut(region, size)
+                         and all(takes(s, dims, size) for s, dims in zip(region.steps, region.dims, strict=True))):
             region.size = size
             return
 

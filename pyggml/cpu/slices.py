@@ -111,6 +111,8 @@ def packed(t: Tensor, axis: Axis, size: int, root: Tensor | None, ne: Shape) -> 
     period, kept = axis.stride * axis.length, axis.stride * size
     if kept % PAGE == 0:  # what stands so far apart shares cache sets
         kept += LINE
+    elif kept == t.dtype.nbytes:  # what has gaps keeps them: kernels are chosen by it
+        kept *= 2
 
     def moved(nbytes: int) -> int:
         return nbytes // period * kept + nbytes % period

@@ -116,7 +116,9 @@ class _Slices:
         assert c is not None
         if id(t.root) in self.region.local:
             return packed(t, self.region.axes[id(t.root)], self.region.size, self.made[id(t.root)], c.ne)
-        return self._outside(t, c) if c.step else t
+        if c.step:
+            return self._outside(t, c)
+        return t if c.ne == t.ne else Tensor(t.dtype, c.ne, t.nb, name=t.name, root=t.root, offs=t.offs)  # one for all slices
 
     def _outside(self, t: Tensor, c: Cut) -> Tensor:
         new = self.roots.setdefault((id(t.root), c.step, c.every), (t.root, Tensor(t.root.dtype, t.root.ne, t.root.nb, name=t.root.name)))[1]
@@ -147,13 +149,13 @@ def strips_of(region: Region, choose: Callable[[Step], Sequence[Step]]) -> Strip
                   places=places, roots=[t for _, new in steps for t in new.outs] + [t for pair in slices.roots.values() for t in pair])
 
 
-def sliced(node: Node, dims: Dims) -> Node:
-    """A node for slices of one element along dims of its result, as far as the choice of its kernel goes."""
+def sliced(node: Node, dims: Dims, size: int) -> Node:
+    """A node for slices along dims of its result, as far as the choice of its kernel goes."""
     def one(t: Tensor, ne: Shape) -> Tensor:
         return Tensor(t.dtype, ne, t.nb, name=t.name, root=t.root, offs=t.offs, data=t.data)
-    cuts = [None if t is None else cut(t, node.out.ne, dims, 1, node.op.grouped) for t in node.src]
+    cuts = [None if t is None else cut(t, node.out.ne, dims, size, node.op.grouped) for t in node.src]
     new = Node(node.op, tuple(None if t is None or c is None else one(t, c.ne) for t, c in zip(node.src, cuts, strict=True)), node.params)
-    own = cut(node.out, node.out.ne, dims, 1, False)
+    own = cut(node.out, node.out.ne, dims, size, False)
     assert own is not None
     new.outputs = (one(node.out, own.ne),)
     return new

@@ -136,7 +136,8 @@ def flat_operands(node: Node, most: int = MAX_N) -> list[Tensor | None]:
     """Result, a and b; batches of b are more columns of one product where a has none and they are `most` at most."""
     a, b = operands_of(node)
     flat = _as_columns(b) if a.ne[2] * a.ne[3] == 1 and b.n_rows <= most else None
-    return [node.out, a, b] if flat is None else [_as_columns(node.out), a, flat]
+    out = _as_columns(node.out)
+    return [node.out, a, b] if flat is None or out is None else [out, a, flat]
 
 
 def columns_refused(node: Node, most: int = MAX_N) -> str | None:

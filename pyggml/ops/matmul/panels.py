@@ -10,6 +10,7 @@ the tokens; of f16 weights two planes hold every bit, and three products keep 16
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pyggml.cpu.rows import loader, matrix_address
@@ -43,10 +44,16 @@ WIDEN_K = 256  # values of k that are dequantized at a time, of 16 rows; a multi
 WIDE_ROW = (WIDEN_K + LANES) * 4  # bytes; no power of two, so that rows do not share cache sets
 
 
+def _batched(node: Node) -> bool:
+    """Whether the batches of b are products of their own, not more tokens: a has batches too, or the result's rows are not evenly spaced."""
+    a, out = operands_of(node)[0], node.out
+    return a.ne[2] * a.ne[3] > 1 or any(out.ne[d] > 1 and out.nb[d] != out.nb[1] * math.prod(out.ne[1:d]) for d in (2, 3))
+
+
 def _tokens(node: Node) -> tuple[int, int]:
-    """Tokens of a batch and batches: the batches of b are more tokens where a has none."""
-    a, b = operands_of(node)
-    return (b.n_rows, 1) if a.ne[2] * a.ne[3] == 1 else (b.ne[1], node.out.ne[2] * node.out.ne[3])
+    """Tokens of a batch, and batches."""
+    b = operands_of(node)[1]
+    return (b.ne[1], node.out.ne[2] * node.out.ne[3]) if _batched(node) else (b.n_rows, 1)
 
 
 def _planes(a: Tensor) -> tuple[int, int]:
@@ -103,7 +110,7 @@ def pack_tokens(out: Any, b: Any, batched: Any, scratch: Any, i0: Any, i1: Any) 
 def _prepare(node: Node) -> Prepared:
     a, b = operands_of(node)
     planes = _planes(a)[1]
-    batched = int(a.ne[2] * a.ne[3] > 1)
+    batched = int(_batched(node))
     (n, _), tiles, batches = _tokens(node), _k_tiles(a), b.ne[2] * b.ne[3] if batched else 1
     blocks = -(-n // BLOCK) * (BLOCK // LANES)
     packed = Tensor(BF16, (TILE // 2, planes * tiles, blocks, batches), name=f"{b.name} (tiles)")
@@ -189,7 +196,7 @@ def _not_tiles(node: Node) -> str | None:
         return "the weights are f32" if a.dtype is F32 else "b is not f32"
     if not a.rows_contiguous:
         return "the rows of a have gaps"
-    n, _ = _tokens(node)
+    n = b.n_rows if a.ne[2] * a.ne[3] == 1 else b.ne[1]  # by shape alone: a slice takes the kernel of the whole, however it lies
     return f"{n} columns, fewer than {MIN_TOKENS}" if n < MIN_TOKENS else None
 
 

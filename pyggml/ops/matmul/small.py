@@ -123,7 +123,7 @@ def mul_mat_small(out: Any, a: Any, b: Any, a_bytes: Any, scratch: Any, i0: Any,
     b_tiles = at(a_tiles, a_bytes)
     n_mb, n_nb = (out.ne0 + M_BLOCK - 1) // M_BLOCK, (out.ne1 + N_BLOCK - 1) // N_BLOCK
     block = (min(a.ne0, K_BLOCK) + TILE_K - 1) // TILE_K * TILE
-    a_had, b_had = -1, -1
+    a_had, b_had, m_had, n_had = -1, -1, 0, 0  # the sides in the tiles: where they lie (views may overlap), and how many rows of them
     tiles_on()
     for item in range(i0, i1):
         m0, rest = item % n_mb * M_BLOCK, item // n_mb
@@ -135,9 +135,9 @@ def mul_mat_small(out: Any, a: Any, b: Any, a_bytes: Any, scratch: Any, i0: Any,
         o_p = at(out.p, m0 * 4 + n0 * out.nb1 + i2 * out.nb2 + i3 * out.nb3)
         for k0 in range(0, a.ne0, K_BLOCK):
             k, first = min(K_BLOCK, a.ne0 - k0), 1 if k0 == 0 else 0
-            if a_at != a_had:
+            if a_at != a_had or m > m_had:
                 pack_a(a_tiles, block, at(a.p, a_at + k0 * a.nb0), a.nb0, a.nb1, m, k, scratch)
-            if b_at != b_had:
+            if b_at != b_had or n > n_had:
                 pack_b(b_tiles, block, at(b.p, b_at + k0 * b.nb0), b.nb0, b.nb1, n, k, scratch)
             for t in range(0, n, BLOCK):
                 x, n_t = at(b_tiles, t // LANES * block), min(BLOCK, n - t)
@@ -152,4 +152,5 @@ def mul_mat_small(out: Any, a: Any, b: Any, a_bytes: Any, scratch: Any, i0: Any,
                     for j in range(n_t):
                         copy_bytes(at(o, j * out.nb1), at(tile_c, j * BLOCK * 4), n_r * 4)
         a_had, b_had = (a_at, b_at) if a.ne0 <= K_BLOCK else (-1, -1)
+        m_had, n_had = m, n
     tiles_off()
