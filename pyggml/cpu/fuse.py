@@ -276,8 +276,8 @@ class _Prefix(NamedTuple):
 
 def _kept_prefix(nodes: Sequence[Node], keys: Sequence[tuple[Any, ...]], ins: Sequence[Tensor], body: Sequence[str]) -> _Prefix | None:
     """The prefix of rows along which a chain's TRI counts columns, if what comes after it in the chain reads nothing else."""
-    chosen = (k for k, n in enumerate(nodes) if n.op.name == "TRI" and n.op.pointwise and n.op.pointwise.select)  # else one that costs nothing stands for it
-    k = next((k for k in chosen if nodes[k].params["kind"] in ("lower", "lower_diag")), None)
+    choices = (k for k, n in enumerate(nodes) if n.op.name == "TRI" and n.op.pointwise and n.op.pointwise.select)  # else one that costs nothing stands for it
+    k = next((k for k in choices if nodes[k].params["kind"] in ("lower", "lower_diag")), None)
     if k is None or _compute_kind(nodes[k]) != "f32":
         return None
     column, row = (keys.index(_key(t)) for t in operands(nodes[k])[1:])
