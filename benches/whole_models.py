@@ -27,8 +27,9 @@ MODELS = ["granite-4.0-h-350m", "granite-4.0-h-1b"]
 
 
 def bench_options(files: list[str], args: argparse.Namespace) -> list[str]:
-    """The command line of `pyggml bench`."""
-    return ["-m", ",".join(files), "-p", args.prompts, "-n", "0", "-ub", "prompt", "-t", str(args.threads), "-r", str(args.runs),
+    """The command line of `pyggml bench`; one batch size for all prompts, so that they stand in one column."""
+    longest = str(max(map(int, args.prompts.split(","))))
+    return ["-m", ",".join(files), "-p", args.prompts, "-n", "0", "-b", longest, "-ub", "prompt", "-t", str(args.threads), "-r", str(args.runs),
             "--mamba2", "scan,ssd,ssd-fused", "--ssd-precision", "f32,bf16", "--no-ceiling"]
 
 
