@@ -185,7 +185,7 @@ def test_whole_models(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(sys, "argv", ["whole_models.py", "--like", "granite-4.0-h-350m", "-p", "16,32", "-r", "1", "--folder", str(tmp_path)])
     program.main()
     text = capsys.readouterr().out
-    assert "pyggml bench -m granite-4.0-h-350m-Q8_0.gguf -p 16,32 -n 0 -ub prompt -t 2 -r 1 --mamba2 scan,ssd,ssd-fused" in text
+    assert "pyggml bench -m granite-4.0-h-350m-Q8_0.gguf -p 16,32 -n 0 -b 32 -ub prompt -t 2 -r 1 --mamba2 scan,ssd,ssd-fused" in text
     assert "| test | ubatch | scan | ssd, ssd precision f32 | ssd, ssd precision bf16 | ssd-fused, ssd precision f32 | ssd-fused, ssd precision bf16 |" in text
     assert [line[:14] for line in text.splitlines() if line.startswith("| pp")] == ["| pp16 | 16 | ", "| pp32 | 32 | "]
 
