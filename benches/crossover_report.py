@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from pyggml.errors import FormatError
 from pyggml.tools.common import human_bytes, note
 from pyggml.tools.records import Row
-from pyggml.tools.report import COLOURS, GREY, Points, compared, is_ceiling
+from pyggml.tools.report import COLOURS, GREY, Points, is_ceiling
 
 BY_CHUNK = (512, 2048)  # ubatches of the tables by chunk
 README_UBATCHES = (1, 8, 64, 512, 2048, 8192)
@@ -48,13 +49,17 @@ def speeds(of_form: Mapping[str, Mapping[int, Row]]) -> dict[str, Points]:
 
 
 def ahead(series: Mapping[str, Points]) -> Iterator[str]:
-    """A line per form on the ubatch from which on it stays ahead of the first one."""
-    for first, form, met in compared(series):
+    """A line per form on the ubatches at which it is ahead of the first one."""
+    first, *others = (form for form in series if not is_ceiling(form))
+    for form in others:
         both = sorted(series[first].keys() & series[form].keys())
-        if both and series[form][both[-1]] > series[first][both[-1]]:
-            yield f"{form} is ahead of {first} " + (f"from ubatch {met[-1][0]:.0f} on." if met else f"at every ubatch from {both[0]} to {both[-1]}.")
+        leads = {n: series[form][n] > series[first][n] for n in both}
+        runs = [list(run) for led, run in itertools.groupby(both, leads.__getitem__) if led]
+        spans = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+        if spans:
+            yield f"{form} is ahead of {first} at ubatch {' and '.join(spans)}."
         elif both:
-            yield f"{form} is not ahead of {first} at ubatch {both[-1]}."
+            yield f"{form} is not ahead of {first} at ubatch {both[0]} to {both[-1]}."
 
 
 # Tables
