@@ -30,6 +30,7 @@ from pyggml.ops.triangular.defs import tri
 from pyggml.tensor import Tensor
 
 CHUNKS = (64, 32, 16)  # work per token is least near Q = 2 N P / (N + P), 85 for the usual N 128, P 64
+LONG, LONG_CHUNK = 4096, 128  # from so many tokens on: the product between chunks grows with the square of their number (benches/crossover.py: 3 to 9 %)
 PLAN_BYTES = 256 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, which decides the default chunk; in regions it takes no memory of the plan
 
 
@@ -45,8 +46,9 @@ def auto_form(backend: str, n_tokens: int, d_state: int, precision: str = "f32")
 
 
 def default_chunk(n_tokens: int, n_seqs: int, n_head: int) -> int:
-    """The largest chunk of CHUNKS for which the Q x Q decay matrices of all heads and chunks stay below PLAN_BYTES."""
-    for q in CHUNKS:
+    """The largest chunk of CHUNKS, before them LONG_CHUNK for LONG sequences, for which the Q x Q decay matrices of all heads and chunks stay
+    below PLAN_BYTES."""
+    for q in (LONG_CHUNK, *CHUNKS) if n_tokens >= LONG else CHUNKS:
         if 4 * q * n_head * n_seqs * -(-n_tokens // q) * q <= PLAN_BYTES:
             return min(q, n_tokens)
     return min(CHUNKS[-1], n_tokens)

@@ -15,7 +15,7 @@ from pyggml.cases import cases_of
 from pyggml.cpu.level import LEVELS, host_level, level_features
 from pyggml.graph import Graph
 from pyggml.guards import check_case, guarded_backends
-from pyggml.models.ssd import ssd_graph
+from pyggml.models.ssd import default_chunk, ssd_graph
 from pyggml.ops.ssd.defs import ssd_scan
 from pyggml.ops.ssm.defs import ssm_scan
 from pyggml.registry import find_op
@@ -225,3 +225,9 @@ def test_lower_levels(level: str) -> None:
     open_backend("cpu", level=level).compile(Graph([c.node().out for c in cases]))  # the kernels of all cases at once
     for case in cases:
         assert check_case(case, guarded_backends("cpu", (2,), level=level)).faults == []
+
+
+def test_default_chunk() -> None:
+    """By length, and by what the decay matrices of 48 and 512 heads take: 4 Q n_head n_tok bytes, at most 256 MiB."""
+    asked = [(1, 48), (40, 48), (512, 48), (4096, 48), (16384, 48), (4096, 512), (16384, 512)]
+    assert [default_chunk(n_tok, 1, n_head) for n_tok, n_head in asked] == [1, 40, 64, 128, 64, 32, 16]
