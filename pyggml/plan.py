@@ -30,6 +30,11 @@ class Step:
     scratch: int = 0
     parts: list[Step] = field(default_factory=list)
 
+    @property
+    def prepares(self) -> bool:
+        """Whether it makes none of its node's results but an input of the kernel that does: the step belongs to the one after it."""
+        return not any(t in n.outputs for n in self.nodes for t in self.outs)
+
 
 @dataclass(slots=True)
 class Plan:

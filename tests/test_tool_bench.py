@@ -359,13 +359,18 @@ def test_the_profile_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     flops = sum(n.op.cost_of(n).flops for n in model.graph(3, mamba2="scan").nodes if n.op.name == "SSM_SCAN") / 3
     scan = next(r for r in found if r["test"] == "pp20" and "SSM_SCAN" in r["name"])
     assert scan["gflops"] * scan["seconds"] * 1e9 == pytest.approx(20 * flops)
+    products = [n for n in model.graph(3, mamba2="scan").nodes if n.op.name == "MUL_MAT"]
+    row = next(r for r in found if (r["test"], r["name"]) == ("tg3", "MUL_MAT"))  # quantized: a step of its own brings columns to whole numbers
+    one = [n.op.cost_of(n) for n in model.graph(1, mamba2="scan").nodes if n.op.name == "MUL_MAT"]
+    assert row["calls"] == 3 * len(products) and row["gflops"] * row["seconds"] * 1e9 == pytest.approx(3 * sum(c.flops for c in one))
+    assert 3 * sum(c.nbytes for c in one) < row["gbps"] * row["seconds"] * 1e9 < 3.3 * sum(c.nbytes for c in one)
 
 
 def test_the_profile_looks_into_regions(capsys: pytest.CaptureFixture[str]) -> None:
     """What a region's steps take adds up to its own time; their ops stand under their own names, as without regions."""
-    found = rows(capsys, "-p", "512", "-n", "0", "--mamba2", "ssd", "--profile")
+    found = rows(capsys, "-p", "512", "-n", "0", "-t", "2", "--mamba2", "ssd", "--profile")
     model = pg.load_model(pg.models.demo_path())
-    backend = pg.open_backend("cpu")
+    backend = pg.open_backend("cpu", threads=2)
     graph = model.graph(512, mamba2="ssd")
     assert any(s.parts for s in backend.plan(graph).steps)
     backend.strips = False

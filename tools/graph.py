@@ -172,8 +172,8 @@ def step_ops(step: Step) -> str:
 
 
 def step_bytes(step: Step) -> float:
-    """Bytes that a step moves: the node's own count, or for a chain or a region each tensor that comes in or goes out, once."""
-    if not step.parts and (len(step.nodes) == 1 or step.nodes[-1].op.pointwise is None):
+    """Bytes that a step moves: the node's own count, or for a chain, a region or what prepares an input each tensor that comes in or goes out, once."""
+    if not step.parts and not step.prepares and (len(step.nodes) == 1 or step.nodes[-1].op.pointwise is None):
         return step.nodes[-1].op.cost_of(step.nodes[-1]).nbytes
     node = Node(step.nodes[-1].op, tuple(step.ins), {})
     node.outputs = tuple(step.outs)
