@@ -86,6 +86,20 @@ def test_bits_depend_on_the_two_rows_alone(name: str, k: int) -> None:
                 assert np.array_equal(pg.compute(mul_mat(one, pg.tensor(x[:whole_n])), {}, threads=1, prec=prec).reshape(whole_n), whole[:, i])
 
 
+@pytest.mark.parametrize("name", ["q8_0", "bf16"])
+def test_panels_of_any_size_give_equal_bits(name: str) -> None:
+    """Of many rows and a long K a thread takes more rows and less of K at a time than of few rows; both end in the middle of one here."""
+    k, m, n = 2112, 2100, 70
+    a, x = weights(name, k, m), pg.tensor(floats(n, k))
+    row_bytes = a.dtype.row_bytes(k)
+    whole = pg.compute(mul_mat(a, x), {}, threads=2)
+    wide = dequantize(stored(a).reshape(m, -1), a.dtype).astype(np.float64)
+    assert nmse(whole, floats(n, k).astype(np.float64) @ wide.T) <= 1.2e-5
+    for first, last in ((0, 40), (1000, 1100), (2090, 2100)):
+        part = pg.raw_tensor(stored(a)[first * row_bytes:last * row_bytes], a.dtype, [k, last - first], "a")
+        assert np.array_equal(pg.compute(mul_mat(part, x), {}, threads=2).reshape(n, -1), whole[:, first:last])
+
+
 @pytest.mark.parametrize("name", [t.name for t in WEIGHT_TYPES if t.name != "f32"])
 def test_equals_f32_product_of_widened_weights(name: str) -> None:
     """With prec f32 no rounding beyond float32's: b is not quantized, weights are only widened."""

@@ -37,7 +37,8 @@ from pyggml.quants.cpu import DEQUANT_ROW
 from pyggml.registry import Prepared, kernel
 from pyggml.tensor import Node, Tensor
 
-P_ROWS, P_K, P_TOKENS = 64, 2048, 1024
+P_TOKENS = 1024
+NARROW, WIDE = (64, 2048), (256, 1024)  # rows and values of k of a panel: in a wide one, tokens come from beyond the second-level cache a quarter as often
 MIN_TOKENS = 17  # fewer: kernels that read a weight once for all columns are as fast and round nothing
 MIN_ITEMS = 8
 WIDEN_K = 256  # values of k that are dequantized at a time, of 16 rows; a multiple of every type's block
@@ -170,24 +171,31 @@ def _binds(node: Node) -> dict[str, Any]:
             "A_PLANES": a_planes, "X_PLANES": x_planes, "products": {(1, 1): products_1x1, (1, 2): products_1x2, (2, 2): products_2x2}[a_planes, x_planes]}
 
 
-def _blocks(node: Node) -> tuple[int, int, int]:
-    """Rows and tokens of an item and tokens of a batch, from the shape alone: smaller until there are items for some threads."""
-    (n, batches), m, mb, nb = _tokens(node), node.out.ne[0], P_ROWS, P_TOKENS
-    while -(-m // mb) * -(-n // nb) * batches < MIN_ITEMS and nb > 4 * BLOCK:
+def _blocks(node: Node) -> tuple[int, int, int, int]:
+    """Rows, tokens and values of k of an item's panels, and tokens of a batch, from the shape alone: less until there are items for some threads."""
+    (n, batches), m, a = _tokens(node), node.out.ne[0], operands_of(node)[0]
+    mb, kb = WIDE if a.ne[0] > NARROW[1] or _planes(a)[1] > 1 else NARROW  # the tokens of NARROW are few enough
+    nb = P_TOKENS
+
+    def few() -> bool:
+        return -(-m // mb) * -(-n // nb) * batches < MIN_ITEMS
+
+    while few() and mb > NARROW[0]:
+        mb //= 2
+    while few() and nb > 4 * BLOCK:
         nb //= 2
-    if -(-m // mb) * -(-n // nb) * batches < MIN_ITEMS:
-        mb = BLOCK
-    return mb, nb, n
+    return BLOCK if few() else mb, nb, kb, n
 
 
 def _items(node: Node) -> int:
-    mb, nb, n = _blocks(node)
+    mb, nb, _, n = _blocks(node)
     return -(-node.out.ne[0] // mb) * -(-n // nb) * _tokens(node)[1]
 
 
 def _scratch(node: Node) -> int:
     a, _ = operands_of(node)
-    return LANES * WIDE_ROW + BLOCK * BLOCK * 4 + P_ROWS * min(P_K, _k_tiles(a) * TILE_K) * 2 * _planes(a)[0]
+    mb, _, kb, _ = _blocks(node)
+    return LANES * WIDE_ROW + BLOCK * BLOCK * 4 + mb * min(kb, _k_tiles(a) * TILE_K) * 2 * _planes(a)[0]
 
 
 def _not_tiles(node: Node) -> str | None:
@@ -209,7 +217,7 @@ def _split(node: Node) -> str | None:
     return _not_tiles(node) or (None if _planes(operands_of(node)[0]) != (1, 1) else "the weights are quantized")
 
 
-def mul_mat_panels(out: Any, a: Any, b: Any, tokens: Any, mb: Any, nb: Any, n: Any, scratch: Any, i0: Any, i1: Any) -> None:
+def mul_mat_panels(out: Any, a: Any, b: Any, tokens: Any, mb: Any, nb: Any, kb: Any, n: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Items [i0, i1), blocks of rows fastest."""
     tile_c = at(scratch, LANES * WIDE_ROW)
     tiles = at(tile_c, BLOCK * BLOCK * 4)
@@ -222,8 +230,8 @@ def mul_mat_panels(out: Any, a: Any, b: Any, tokens: Any, mb: Any, nb: Any, n: A
         m1, n1 = min(m0 + mb, a.ne1), min(n0 + nb, n)
         a_p, o_p = matrix_address(a, out, i2, i3), at(out.p, i2 * out.nb2 + i3 * out.nb3)
         x_p = at(tokens.p, (i3 // (out.ne3 // b.ne3) * b.ne2 + i2 // (out.ne2 // b.ne2)) * tokens.nb3 if tokens.ne3 > 1 else 0)
-        for k0 in range(0, a.ne0, P_K):
-            k = min(P_K, a.ne0 - k0)
+        for k0 in range(0, a.ne0, kb):
+            k = min(kb, a.ne0 - k0)
             n_tiles, first = (k + TILE_K - 1) // TILE_K, 1 if k0 == 0 else 0
             block = n_tiles * (TILE * A_PLANES)
             for m in range(m0, m1, LANES):
