@@ -205,12 +205,13 @@ def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hp
 
     with scope("state", il):
         conv0 = _checked(_gathered(conv, ids, [*p.conv_ne, s]), [*p.conv_ne, s], "mamba2_layer: conv")
-    with scope("conv", il):  # its window: the last d_conv - 1 inputs, then the new ones, time innermost
-        window = named(concat(conv0, permute(xbc, 1, 0, 2, 3)), "conv_input", il)  # [d_conv-1 + n, conv_dim, n_seqs]
-        act = silu(add(ssm_conv(window, weights["ssm_conv1d.weight"], n_t=n_pad), weights["ssm_conv1d.bias"]))
+    with scope("conv", il):  # its window: the last d_conv - 1 inputs, then the new ones; channels innermost, as the new ones come
+        window = named(concat(permute(conv0, 1, 0, 2, 3), xbc, 1), "conv_input", il)  # [conv_dim, d_conv-1 + n, n_seqs]
+        act = silu(add(ssm_conv(permute(window, 1, 0, 2, 3), weights["ssm_conv1d.weight"], n_t=n_pad), weights["ssm_conv1d.bias"]))
         act = named(act, "conv_output_silu", il)                                # [conv_dim, n_pad, n_seqs]
     with scope("state", il):
-        new_conv = named(cont(view(window, [*p.conv_ne, s], [window.nb[1], window.nb[2]], n * window.nb[0])), "conv_state", il)
+        last = view(window, [p.conv_dim, p.conv_ne[0], s], [window.nb[1], window.nb[2]], n * window.nb[1])
+        new_conv = named(cont(permute(last, 1, 0, 2, 3)), "conv_state", il)
         in_place = one_op and ids is not None and ssm.dtype is F32              # the op reads the pool's rows itself
         state0 = reshape(ssm, [*p.ssm_ne, -1]) if in_place else _gathered(ssm, ids, [*p.ssm_ne, s])
         state0 = _checked(state0, [*p.ssm_ne, state0.ne[3] if one_op else s], "mamba2_layer: ssm")

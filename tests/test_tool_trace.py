@@ -146,7 +146,7 @@ def test_stats() -> None:
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     out = trace(capsys, *PROMPT, "--layer", "0", "--mamba2", "ssd", "--chunk", "4")
     line, facts = next((a, b) for a, b in zip(out.splitlines(), out.splitlines()[1:], strict=False) if " CONCAT " in a)
-    assert re.search(r"^ +\d+ L0  conv +CONCAT +conv_input-0 +f32 \[12, 768\]  <- node_\d+ f32 \[3, 768\], ssm_in-0 \(view\) \(view\) f32 \[9, 768\]$", line)
+    assert re.search(r"^ +\d+ L0  conv +CONCAT +conv_input-0 +f32 \[768, 12\]  <- node_\d+ f32 \[768, 3\], ssm_in-0 \(view\) f32 \[768, 9\]$", line)
     assert re.search(r"^ +concat +[\d.]+ us  sum +\S+  min +\S+  max +\S+ +0\.0000 +0\.0000 +0\.0000  \.\.\.( +-?\d+\.\d{4}){3}$", facts)
     assert re.search(r"VIEW +ssm_in-0 \(view\) +f32 \[512, 9\] nb \[4, 5152, \d+, \d+\]", out)
     assert re.search(r"segsum_masked-0 .*\n +tri\[rows\] .* min +-inf .* \d+ inf ", out)
@@ -158,7 +158,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_fusion_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     out = trace(capsys, *PROMPT, "--layer", "0", "--fuse", "--reuse", "--filter", "node|conv_output_silu-0$")
-    assert re.search(r"ADD +node_\d+ .*\n +ssm_conv_channels\+add\+silu +fused into conv_output_silu-0$", out, re.M)
+    assert re.search(r"ADD +node_\d+ .*\n +ssm_conv_windows\+add\+silu +fused into conv_output_silu-0$", out, re.M)
 
 
 def test_past_is_run_and_not_traced(capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,10 +432,10 @@ def test_broken_text(text: str, match: str, tmp_path: Path, capsys: pytest.Captu
 # Pairs and shapes
 
 def test_pairs_file(tmp_path: Path, user: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "# scan's name, ssd's\nmamba2_gated-{il}, mamba2_gated-{il}\nconv_input-0 mamba_out-0   # wrong on purpose\n"
+    text = "# scan's name, ssd's\nmamba2_gated-{il}, mamba2_gated-{il}\ndt-0 mamba_out-0   # wrong on purpose\n"
     (tmp_path / "pairs").write_text(text, encoding="utf-8")
     out = trace(capsys, *PROMPT, "--diff", "scan", "ssd", "--pairs", str(tmp_path / "pairs"), "--filter", "mamba_out-0$|mamba2_gated", "--all")
-    assert "6 by the list" in out and "no difference" in out and re.search(r"mamba_out-0 \(A: conv_input-0\).* fit by no transpose or view", out)
+    assert "6 by the list" in out and "no difference" in out and re.search(r"mamba_out-0 \(A: dt-0\).* fit by no transpose or view", out)
     (tmp_path / "pairs").write_text("l_out-0 = l_out-1\n", encoding="utf-8")
     args = (*PROMPT, "--diff", "scan", "ssd", "--pairs", str(tmp_path / "pairs"))
     fails(capsys, r"--pairs .*, line 1: found 'l_out-0 = l_out-1'; legal: A's name, B's name", *args)

@@ -384,10 +384,8 @@ def _ssm_conv(node: Node) -> Call:
     sx, c = _inputs(node)
     _types("c", c, F32)
     _need(node.out.ne[1] == sx.ne[0] - c.ne[0] + 1, "n_t is beyond the tokens of sx; ggml adds no tokens")
-    _dense_rows("sx", sx)
-    _need(sx.nb[1] == sx.ne[0] * sx.nb[0], "sx has gaps between channels; ggml takes channels one after the other")
     _packed("c", c)
-    return Call("ssm_conv", (sx, c))
+    return Call("ssm_conv", (sx if sx.is_contiguous else Copied(sx), c))
 
 
 @maps("SSD_SCAN")

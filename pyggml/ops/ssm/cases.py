@@ -31,6 +31,8 @@ def _ssm_conv_cases() -> Iterator[Case]:
     for window in (4, 18, 19, 67, 68, 300):
         yield case(f32(window, 77, 3), f32(4, 77), n_t=300)
         yield case(f32(77, window, 3, perm=(1, 0, 2)), f32(4, 77), note="channels innermost")
+    for d_conv in (1, 2, 3, 9):
+        yield case(f32(300, d_conv + 20, 2, perm=(1, 0, 2)), f32(d_conv, 300), n_t=70, note="channels innermost")
     yield case(f32(40, 50, gap=3), f32(50, 4, perm=(1, 0)), note="strided")
     yield case(f32(3, 50, 40, perm=(2, 1, 0)), f32(4, 50), note="strided in each dim")
     yield case(f32(40, 3), f32(1, 3), note="d_conv 1")

@@ -1,8 +1,9 @@
 """CPU kernels of the state-space ops.
 
-SSM_CONV: an item is a block of channels and times. Where time is innermost in sx, each channel's outputs are computed
-along time into scratch and turned to channel order 16 x 16; for few tokens and elsewhere the loop runs over channels. Sums
-run over the window in order either way, so both give the same bits.
+SSM_CONV: an item is a block of channels and times. Where channels are innermost in sx, as models have it, 16 of them go through the
+block's times with their window in registers. Where time is innermost, each channel's outputs are computed along time into
+scratch and turned to channel order 16 x 16. For few tokens and elsewhere the loop runs over channels. Sums run over the window
+in order in all, so they give the same bits.
 
 SSM_SCAN: an item is one head of one sequence. Its state stays in cache in the output's own memory while the loop runs
 over the tokens; every token costs one pass over it, in vectors along d_state. A token's result does not depend on
@@ -15,7 +16,7 @@ from typing import Any
 
 from pyggml.cpu.mathf import exp, softplus
 from pyggml.cpu.rows import finish, gather, load_next, loader
-from pyggml.cpu.simd import LOAD, at, bad_index, copy_bytes, helper, intrinsic, ld_f32, ld_i32, st_f32, zero_bytes
+from pyggml.cpu.simd import LOAD, Intrinsic, at, bad_index, copy_bytes, helper, intrinsic, ld_f32, ld_i32, st_f32, zero_bytes
 from pyggml.cpu.vector import (
     LANES,
     float_constant,
@@ -33,6 +34,7 @@ from pyggml.registry import kernel
 from pyggml.tensor import Node
 
 CHANNELS, TIMES = 64, 64  # of an SSM_CONV item
+ABREAST, AT_ONCE = 256, 8  # channels of an item where they are innermost, and times of it that they go through together
 TIME_ROW = (TIMES + 16) * 4  # bytes of a channel's times in scratch: no power of two, whose rows would share cache sets
 TOKENS = 16  # of a block of SSM_SCAN
 D_STATE, IN_PLACE, POOL = 16, True, False  # bound to the node's: a constant row size makes the rows' offsets part of the instructions
@@ -41,13 +43,13 @@ D_STATE, IN_PLACE, POOL = 16, True, False  # bound to the node's: a constant row
 # SSM_CONV
 
 
-def _conv_items(node: Node) -> int:
+def _conv_items(node: Node, channels: int = CHANNELS) -> int:
     d_inner, n_t, n_seqs, _ = node.out.ne
-    return -(-d_inner // CHANNELS) * -(-n_t // TIMES) * n_seqs
+    return -(-d_inner // channels) * -(-n_t // TIMES) * n_seqs
 
 
-def _conv_chunk(node: Node) -> int:
-    return max(1, 4096 // (CHANNELS * min(TIMES, node.out.ne[1])))
+def _conv_chunk(node: Node, channels: int = CHANNELS) -> int:
+    return max(1, 4096 // (channels * min(TIMES, node.out.ne[1])))
 
 
 def _conv_binds(node: Node) -> dict[str, Any]:
@@ -128,6 +130,77 @@ def ssm_conv_times(out: Any, sx: Any, c: Any, extra: Any, scratch: Any, i0: Any,
             zero_bytes(at(o, t * out.nb1), n_ch * 4)
         for t in range(min(TIMES, out.ne1 - t0)):
             finish(extra, at(o, t * out.nb1), ch, n_ch, t0 + t, seq, 0)
+
+
+def _window(taps: int) -> Intrinsic:
+    def build(b: Any, ir: Any, o: Any, o_row: Any, x: Any, x_row: Any, w: Any, n: Any) -> None:
+        i64 = ir.IntType(64)
+        weights = [load_floats(b, ir, b.gep(w, [i64(4 * ABREAST * k)])) for k in range(taps)]
+        newest = b.gep(x, [b.mul(x_row, i64(taps - 1))])
+
+        def turn(t: Any, before: list[Any]) -> list[Any]:
+            window = [*before, load_floats(b, ir, b.gep(newest, [b.mul(x_row, t)]))]
+            total = b.fmul(window[0], weights[0])
+            for v, weight in zip(window[1:], weights[1:], strict=True):
+                total = b.fadd(total, b.fmul(v, weight))
+            store_floats(b, b.gep(o, [b.mul(o_row, t)]), total)
+            return window[1:]
+
+        loop(b, ir, n, [load_floats(b, ir, b.gep(x, [b.mul(x_row, i64(k))])) for k in range(taps - 1)], turn)
+
+    build.__name__ = f"conv_16_{taps}"
+    return Intrinsic("void(ptr, i64, ptr, i64, ptr, i64)", build)
+
+
+WINDOWS = {taps: _window(taps) for taps in range(1, 5)}  # 16 channels at n times: (o, bytes from time to time, x, the same of it, weights, n)
+
+
+@helper
+def conv_16(_o: Any, _o_row: Any, _x: Any, _x_row: Any, _w: Any, _n: Any) -> None:
+    """One of WINDOWS; bound to d_conv."""
+
+
+def _many_channels(node: Node) -> str | None:
+    sx, c = node.src
+    assert sx is not None and c is not None
+    if sx.nb[1] != 4 or c.ne[0] not in WINDOWS:
+        return f"d_conv is {c.ne[0]}; up to {max(WINDOWS)} stay in registers" if sx.nb[1] == 4 else "channels are not innermost in sx"
+    return None if sx.ne[1] >= LANES else f"fewer than {LANES} channels"
+
+
+def _window_binds(node: Node) -> dict[str, Any]:
+    assert node.src[1] is not None
+    return {**_conv_binds(node), "conv_16": WINDOWS[node.src[1].ne[0]]}
+
+
+@kernel("SSM_CONV", "cpu", when=_many_channels, items=lambda n: _conv_items(n, ABREAST), chunk=lambda n: _conv_chunk(n, ABREAST), bind=_window_binds,
+        scratch=lambda n: 4 * ABREAST * n.src[1].ne[0], epilogue=True)
+def ssm_conv_windows(out: Any, sx: Any, c: Any, extra: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Channels innermost in sx, whose weights stand in scratch, a row per k. A few times at once, so that few pages are in use."""
+    n_cb, n_tb, n_tok = (out.ne0 + ABREAST - 1) // ABREAST, (out.ne1 + TIMES - 1) // TIMES, sx.ne0 - c.ne0 + 1
+    for item in range(i0, i1):
+        seq, rest = item // (n_cb * n_tb), item % (n_cb * n_tb)
+        first, ch = rest // n_cb * TIMES, rest % n_cb * ABREAST
+        n_ch, end = min(ABREAST, out.ne0 - ch), min(first + TIMES, out.ne1)
+        whole = n_ch // LANES * LANES
+        for k in range(c.ne0):
+            for i in range(n_ch):
+                st_f32(scratch, k * ABREAST + i, load_c(at(c.p, k * c.nb0 + (ch + i) * c.nb1), 0))
+        for t0 in range(first, end, AT_ONCE):
+            n_t, t1 = max(0, min(AT_ONCE, n_tok - t0)), min(t0 + AT_ONCE, end)
+            x, o = at(sx.p, t0 * sx.nb0 + ch * 4 + seq * sx.nb2), at(out.p, ch * 4 + t0 * out.nb1 + seq * out.nb2)
+            for i in range(0, whole if n_t > 0 else 0, LANES):
+                conv_16(at(o, i * 4), out.nb1, at(x, i * 4), sx.nb0, at(scratch, i * 4), n_t)
+            for t in range(n_t):
+                for i in range(whole, n_ch):
+                    total = ld_f32(at(x, t * sx.nb0), i) * ld_f32(scratch, i)
+                    for k in range(1, c.ne0):
+                        total += ld_f32(at(x, (t + k) * sx.nb0), i) * ld_f32(scratch, k * ABREAST + i)
+                    st_f32(at(o, t * out.nb1), i, total)
+            for t in range(n_t, t1 - t0):
+                zero_bytes(at(o, t * out.nb1), n_ch * 4)
+            for t in range(t0, t1):
+                finish(extra, at(o, (t - t0) * out.nb1), ch, n_ch, t, seq, 0)
 
 
 # SSM_SCAN
