@@ -19,12 +19,12 @@ from pyggml.cpu.simd import F0, F1, fabs, fma, fmax, fmin, helper, intrinsic
 
 INF, NAN = np.float32(np.inf), np.float32(np.nan)
 HALF, TWO, TWENTY = np.float32(0.5), np.float32(2), np.float32(20)
-LOWEST = np.float32(-3.4028235e38)
 LOG2E = np.float32(1.44269504088896341)
 LN2_HI = np.float32(0.693145751953125)  # 15 bits, so that n * LN2_HI is exact for |n| <= 150
 LN2_LO = np.float32(1.42860682030941723e-6)
 ROUND = np.float32(1.5 * 2.0 ** 23)  # x + ROUND holds x, rounded to a whole number, in its low bits
-EXP_MIN, EXP_MAX = np.float32(-104.0), np.float32(89.0)
+EXP_MIN, EXP_MAX, EXP_LAST = np.float32(-104.0), np.float32(89.0), np.float32(88.722839)  # beyond the last, e^x is inf
+SIGMOID_MIN = np.float32(-86.0)  # from where on 1 + e^x is 1
 E3, E4, E5, E6, E7 = (np.float32(c) for c in (0.166666672, 0.0416664891, 0.00833320711, 0.00139326649, 0.000199451009))
 L3, L4, L5, L6, L7, L8, L9, L10, L11 = (np.float32(c) for c in (
     0.333333135, -0.250000089, 0.200020716, -0.166679874, 0.14220354, -0.12406265, 0.118836425, -0.116699614, 0.0674885735))
@@ -48,6 +48,13 @@ def pow2(b: Any, ir: Any, n: Any) -> Any:
     """2^n for n in [-126, 127]; 0 for -127."""
     i32 = ir.IntType(32)
     return b.bitcast(b.shl(b.add(n, i32(127)), i32(23)), ir.FloatType())
+
+
+@intrinsic("f32(i32)")
+def half_pow2(b: Any, ir: Any, n: Any) -> Any:
+    """2^(n - 1) for n in [-125, 128]."""
+    i32 = ir.IntType(32)
+    return b.bitcast(b.shl(b.add(n, i32(126)), i32(23)), ir.FloatType())
 
 
 @intrinsic("f32(i32)")
@@ -212,28 +219,26 @@ def log1p(x: Any) -> Any:
 
 
 @helper
-def over_one_plus(x: Any, e: Any) -> Any:
-    """x / (1 + e) for e >= 0: what rounding took from 1 + e and from the quotient is added to it."""
-    d = F1 + e
-    whole = d - F1
-    lost = (F1 - (d - whole)) + (e - whole)
-    inv = F1 / d
-    q = x * inv
-    rest = fma(-q, lost, fma(-q, d, x))
-    better = if_less(fabs(rest), INF, fma(rest, inv, q), q)  # q where x or 1 + e is infinite
-    return if_equal(rest, F0, q, better)  # of a zero, the sign too
+def over_one_plus_exp(x: Any, u: Any) -> Any:
+    """x / (1 + e^u), 0 where e^u overflows. e^u is added up in parts, not rounded before; by halves, whose powers of 2 do not overflow."""
+    c = fmax(SIGMOID_MIN, fmin(EXP_MAX, u))
+    z = fma(c, LOG2E, ROUND)
+    s = half_pow2(rounded(z))
+    whole = s + HALF
+    d = whole + fma(s, exp_tail(reduce_exp(c, z - ROUND)), HALF - (whole - s))  # with what rounding took from `whole`
+    return if_less(EXP_LAST, u, F0, HALF * x / d)
 
 
 @helper
 def sigmoid(x: Any) -> Any:
     """1 / (1 + e^-x)."""
-    return over_one_plus(F1, exp(-x))
+    return over_one_plus_exp(F1, -x)
 
 
 @helper
 def silu(x: Any) -> Any:
     """x sigmoid(x); 0 at -inf."""
-    return over_one_plus(fmax(LOWEST, x), exp(-x))
+    return over_one_plus_exp(x, -x)
 
 
 @helper
@@ -258,5 +263,4 @@ def softplus(x: Any) -> Any:
 @helper
 def gelu(x: Any) -> Any:
     """The tanh form of GELU, as ggml_gelu, through x (1 + tanh(u)) / 2 = x sigmoid(2u); 0 at -inf."""
-    c = fmax(LOWEST, x)
-    return over_one_plus(c, exp(-c * fma(GELU_B * c, c, GELU_A)))
+    return over_one_plus_exp(x, -x * fma(GELU_B * x, x, GELU_A))
