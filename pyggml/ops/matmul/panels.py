@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 from pyggml.cpu.rows import loader, matrix_address
-from pyggml.cpu.simd import F0, at, copy_bytes, helper, st_f32, zero_bytes
+from pyggml.cpu.simd import F0, at, copy_bytes, helper, intrinsic, st_f32, zero_bytes
 from pyggml.cpu.tiles import (
     BLOCK,
     TILE,
@@ -30,7 +30,7 @@ from pyggml.cpu.tiles import (
     turn_halves,
     turn_split,
 )
-from pyggml.cpu.vector import LANES
+from pyggml.cpu.vector import LANES, prefetch
 from pyggml.dtypes import BF16, F16, F32
 from pyggml.ops.matmul.gemv import operands_of
 from pyggml.quants.cpu import DEQUANT_ROW
@@ -41,6 +41,7 @@ P_TOKENS = 1024
 NARROW, WIDE = (64, 2048), (256, 1024)  # rows and values of k of a panel: in a wide one, tokens come from beyond the second-level cache a quarter as often
 MIN_TOKENS = 17  # fewer: kernels that read a weight once for all columns are as fast and round nothing
 MIN_ITEMS = 8
+FETCH_K = 128  # bfloat16 values of a row that are asked for together
 WIDEN_K = 256  # values of k that are dequantized at a time, of 16 rows; a multiple of every type's block
 WIDE_ROW = (WIDEN_K + LANES) * 4  # bytes; no power of two, so that rows do not share cache sets
 
@@ -122,6 +123,19 @@ def _prepare(node: Node) -> Prepared:
 # Panels
 
 
+@intrinsic("void(ptr)")
+def fetch_line(b: Any, ir: Any, p: Any) -> None:
+    """Ask for the cache line at p, which may lie anywhere."""
+    prefetch(b, ir, p)
+
+
+@helper
+def fetch(p: Any, n: Any) -> None:
+    """Ask for the lines of n bytes: of 16 rows a few hundred bytes each, the hardware's own prefetches do not follow."""
+    for line in range(0, n, 64):
+        fetch_line(at(p, line))
+
+
 @helper
 def widen(_src: Any, _dst: Any, _n: Any) -> None:
     """Part of a row as float32; bound to the type's."""
@@ -142,6 +156,7 @@ def panel_rows(dst: Any, src: Any, row: Any, last: Any, k: Any, wide: Any) -> No
         n = min(WIDEN_K, k - k0)
         for r in range(LANES):
             w = at(wide, r * WIDE_ROW)
+            fetch(at(src, r * row + (k0 + n) // A_BLOCK * A_BYTES) if k0 + n < k else at(src, (r + LANES) * row), WIDEN_K // A_BLOCK * A_BYTES)
             widen(at(src, min(r, last) * row + k0 // A_BLOCK * A_BYTES), w, n)
             zero_bytes(at(w, n * 4), -n % TILE_K * 4)
         for i in range(0, n, TILE_K):
@@ -153,6 +168,9 @@ def panel_halves(dst: Any, src: Any, row: Any, last: Any, k: Any, wide: Any) -> 
     """The same of bfloat16 rows, whole tiles of which are turned as they are."""
     whole = k // TILE_K * TILE_K if last >= LANES - 1 else 0
     for i in range(0, whole, TILE_K):
+        if i % FETCH_K == 0:
+            for r in range(LANES):
+                fetch(at(src, r * row + (i + FETCH_K) * 2) if i + FETCH_K < k else at(src, (r + LANES) * row), FETCH_K * 2)
         turn_halves(at(dst, i // TILE_K * TILE), at(src, i * 2), row)
     if whole < k:
         panel_rows(at(dst, whole // TILE_K * TILE), at(src, whole * 2), row, last, k - whole, wide)
