@@ -9,6 +9,7 @@ import pyggml as pg
 from pyggml.backends import open_backend
 from pyggml.cases import cases_of, random_blocks
 from pyggml.cpu.level import LEVELS, host_level, level_features
+from pyggml.cpu.tiles import FASTER_ON
 from pyggml.dtypes import dtype
 from pyggml.errors import DTypeError, ParamError
 from pyggml.graph import Graph
@@ -148,7 +149,7 @@ def test_lower_levels(level: str) -> None:
         assert nmse(got[0], want[0]) <= mul_mat.limit_of(case.node())
 
 
-@pytest.mark.skipif("avx512bf16" not in level_features(host_level()), reason="this CPU multiplies no bfloat16")
+@pytest.mark.skipif(not any(f <= level_features(host_level()) for f in FASTER_ON), reason="this CPU has no fast products in bfloat16")
 def test_tokens_are_packed_once_for_all_that_read_them() -> None:
     """Two products of one b share its tiles; after a write into b's memory they are made anew."""
     a = [weights("q8_0", 64, 48, seed=i) for i in range(3)]
@@ -191,7 +192,7 @@ def test_infinities_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         assert nmse(rest, np.delete(x, [5, 6, 7, 8], 0).astype(np.float64) @ wide.astype(np.float64).T) < (8e-6 if name == "q8_0" else 3e-11)
 
 
-@pytest.mark.skipif("avx512bf16" not in level_features(host_level()), reason="this CPU multiplies no bfloat16")
+@pytest.mark.skipif(not any(f <= level_features(host_level()) for f in FASTER_ON), reason="this CPU has no fast products in bfloat16")
 def test_the_limit_knows_that_few_results_vary() -> None:
     """Products with 65 results each: some are beyond the limit of a large product, none beyond its own."""
     products = [mul_mat(weights("q8_0", 64, 1, seed=i), pg.tensor(floats(65, 64, seed=1000 + i))) for i in range(300)]

@@ -21,6 +21,7 @@ from pyggml.cpu.level import host_level, level_features
 from pyggml.cpu.regions import Region, all_cut, can_be_cut
 from pyggml.cpu.simd import at, bad_index, ld_f32, st_f32
 from pyggml.cpu.slices import Axis, axis_of, cut, dims_along, packed
+from pyggml.cpu.tiles import FASTER_ON
 from pyggml.dtypes import Q8_0
 from pyggml.errors import KernelError, UnsupportedOp
 from pyggml.graph import Graph
@@ -213,7 +214,7 @@ def test_ssd_in_bfloat16(n_group: int, eager: None) -> None:
     assert sum(p.kernel_name == "mul_mat_small" for s in plan.steps for p in s.parts) == 3, str(plan)
 
 
-@BF16
+@pytest.mark.skipif(not any(f <= level_features(host_level()) for f in FASTER_ON), reason="this CPU has no fast products in bfloat16")
 def test_what_a_kernel_has_prepared(eager: None) -> None:
     """Tiles that a product has made of its columns beforehand are made for each slice."""
     rng = np.random.default_rng(3)

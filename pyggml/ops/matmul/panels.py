@@ -17,6 +17,7 @@ from pyggml.cpu.rows import loader, matrix_address
 from pyggml.cpu.simd import F0, at, copy_bytes, helper, intrinsic, st_f32, zero_bytes
 from pyggml.cpu.tiles import (
     BLOCK,
+    FASTER_ON,
     TILE,
     TILE_K,
     halves_x32,
@@ -231,7 +232,7 @@ def _rounded(node: Node) -> str | None:
 
 
 def _split(node: Node) -> str | None:
-    # Without AMX two or three products in bfloat16 are no faster than one in float32.
+    # Without AMX two or three products in bfloat16 are nowhere faster than one in float32.
     return _not_tiles(node) or (None if _planes(operands_of(node)[0]) != (1, 1) else "the weights are quantized")
 
 
@@ -271,5 +272,6 @@ def mul_mat_panels(out: Any, a: Any, b: Any, tokens: Any, mb: Any, nb: Any, kb: 
 
 
 _OPTIONS: dict[str, Any] = {"items": _items, "chunk": lambda _: 1, "params": _blocks, "bind": _binds, "scratch": _scratch, "before": _prepare}
-kernel("MUL_MAT", "cpu", when=_rounded, needs={"avx512bf16"}, rounds=True, **_OPTIONS)(mul_mat_panels)
+for features in FASTER_ON:
+    kernel("MUL_MAT", "cpu", when=_rounded, needs=features, rounds=True, **_OPTIONS)(mul_mat_panels)
 kernel("MUL_MAT", "cpu", when=_split, needs={"avx512bf16", "amx-bf16"}, **_OPTIONS)(mul_mat_panels)
