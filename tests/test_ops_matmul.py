@@ -205,7 +205,7 @@ def test_the_limit_knows_that_few_results_vary() -> None:
 
 
 @pytest.mark.parametrize("overlapping", ["a", "b"])
-@pytest.mark.skipif("avx512bf16" not in level_features(host_level()), reason="this CPU multiplies no bfloat16")
+@pytest.mark.skipif(not any(f <= level_features(host_level()) for f in FASTER_ON), reason="this CPU has no fast products in bfloat16")
 def test_overlapping_batches_in_bfloat16(overlapping: str) -> None:
     """The first block of a batch lies where the last, shorter one of the batch before it does."""
     x, y = floats(513, 32), floats(4, 8, 32, seed=1)

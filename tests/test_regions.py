@@ -204,7 +204,7 @@ def test_ssd(n_seqs: int, n_group: int, eager: None) -> None:
     assert sum(s == "MUL_MAT" for region in parts(plan) for s in region) >= 4, parts(plan)
 
 
-BF16 = pytest.mark.skipif("avx512bf16" not in level_features(host_level()), reason="this CPU multiplies no bfloat16")
+BF16 = pytest.mark.skipif(not any(f <= level_features(host_level()) for f in FASTER_ON), reason="this CPU has no fast products in bfloat16")
 
 
 @BF16
@@ -214,7 +214,7 @@ def test_ssd_in_bfloat16(n_group: int, eager: None) -> None:
     assert sum(p.kernel_name == "mul_mat_small" for s in plan.steps for p in s.parts) == 3, str(plan)
 
 
-@pytest.mark.skipif(not any(f <= level_features(host_level()) for f in FASTER_ON), reason="this CPU has no fast products in bfloat16")
+@BF16
 def test_what_a_kernel_has_prepared(eager: None) -> None:
     """Tiles that a product has made of its columns beforehand are made for each slice."""
     rng = np.random.default_rng(3)

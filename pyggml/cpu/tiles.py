@@ -22,7 +22,8 @@ BLOCK = 32  # rows and tokens that `products` computes at once, 2 x 2 tiles
 _ROW = 64  # bytes of a tile's row
 # Features with which a product here takes less time than in float32. vdpbf16ps is twice as fast as that on AMD's CPUs, which alone have sse4a, and slower
 # on Intel's (84 against 143 GFLOP/s on a core).
-FASTER_ON = frozenset({"avx512bf16", "amx-bf16"}), frozenset({"avx512bf16", "sse4a"})
+BY_TILES, BY_VECTORS = frozenset({"avx512bf16", "amx-bf16"}), frozenset({"avx512bf16", "sse4a"})
+FASTER_ON = BY_TILES, BY_VECTORS
 
 
 def tile_unit() -> bool:

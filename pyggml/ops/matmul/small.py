@@ -15,6 +15,7 @@ from pyggml.cpu.rows import load_strided
 from pyggml.cpu.simd import F0, at, copy_bytes, helper, st_f32
 from pyggml.cpu.tiles import (
     BLOCK,
+    FASTER_ON,
     TILE,
     TILE_K,
     halves_x32,
@@ -115,7 +116,6 @@ def _not_rounded(node: Node) -> str | None:
     return None
 
 
-@kernel("MUL_MAT", "cpu", when=_not_rounded, needs={"avx512bf16"}, rounds=True, items=_items, chunk=_chunk, params=_params, scratch=_scratch)
 def mul_mat_small(out: Any, a: Any, b: Any, a_bytes: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Items [i0, i1), blocks of rows fastest. Scratch: 16 rows being gathered, a block of results, tiles of a, tiles of b."""
     tile_c = at(scratch, LANES * WIDE_ROW)
@@ -154,3 +154,7 @@ def mul_mat_small(out: Any, a: Any, b: Any, a_bytes: Any, scratch: Any, i0: Any,
         a_had, b_had = (a_at, b_at) if a.ne0 <= K_BLOCK else (-1, -1)
         m_had, n_had = m, n
     tiles_off()
+
+
+for features in FASTER_ON:
+    kernel("MUL_MAT", "cpu", when=_not_rounded, needs=features, rounds=True, items=_items, chunk=_chunk, params=_params, scratch=_scratch)(mul_mat_small)

@@ -56,7 +56,7 @@ from pyggml.cpu.blocks import (
 )
 from pyggml.cpu.mathf import softplus
 from pyggml.cpu.simd import Arg, at, bad_index, bad_span, helper, ld_f32, ld_f64, ld_i32, st_f32, st_f64, wide, zero_bytes
-from pyggml.cpu.tiles import tiles_off, tiles_on
+from pyggml.cpu.tiles import BY_TILES, BY_VECTORS, tiles_off, tiles_on
 from pyggml.cpu.vector import LANES
 from pyggml.ops.ssd.operands import (
     GAP,
@@ -435,5 +435,5 @@ _OPTIONS: dict[str, Any] = {"items": _items, "chunk": lambda node: 1, "params": 
 _ROUNDED: dict[str, Any] = {**_OPTIONS, "when": _not_bf16, "rounds": True, "scratch": functools.partial(_scratch, word=2)}
 # The first serves bf16 too where the CPU has no products of bfloat16, or the backend's prec is f32.
 kernel("SSD_SCAN", "cpu", scratch=functools.partial(_scratch, word=1), **_OPTIONS)(ssd_scan_chunks)
-kernel("SSD_SCAN", "cpu", needs={"avx512bf16"}, bind=lambda node: _BF16, **_ROUNDED)(ssd_scan_chunks)
-kernel("SSD_SCAN", "cpu", needs={"avx512bf16", "amx-bf16"}, bind=lambda node: _IN_TILES, **_ROUNDED)(ssd_scan_chunks)
+kernel("SSD_SCAN", "cpu", needs=BY_VECTORS, bind=lambda node: _BF16, **_ROUNDED)(ssd_scan_chunks)
+kernel("SSD_SCAN", "cpu", needs=BY_TILES, bind=lambda node: _IN_TILES, **_ROUNDED)(ssd_scan_chunks)
