@@ -26,8 +26,8 @@ def ssd_scan(s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, 
     Optional: dt_bias f32 [n_head]; D f32 [1, n_head]; z f32, x's dims; cu_seqlens i32 [n_seqs + 1]: the sequences are then packed
     one after the other along n_tok (dim 3 of x, dt, B, C and z is 1), and sequence i has tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1:
     from 0, never falling, up to n_tok; one without tokens hands its state on.
-    `chunk`: tokens per chunk at most (default: as suits the kernel). `precision`: what the products take, "f32" or, where the CPU is faster with it, "bf16"; the state, the
-    decays and all sums are float32 or more in either.
+    `chunk`: tokens per chunk at most (default: as suits the kernel). `precision`: what the products take, "f32" or, where the CPU is faster
+    with it, "bf16"; the state, the decays and all sums are float32 or more in either.
     Out: y f32 [head_dim, n_head, n_tok, n_seqs], state f32 [d_state, head_dim, n_head, n_seqs]. s is not written. All inputs may be strided
     views. An id outside the rows of s, or cu_seqlens out of order, stops the run with KernelError.
     Source: Dao & Gu 2024 (Mamba-2), section 6; the arguments are those of SSM_SCAN and of vLLM's mamba_chunk_scan_combined.
