@@ -8,7 +8,7 @@ import pytest
 import pyggml as pg
 from pyggml.backends import open_backend
 from pyggml.cases import cases_of, random_blocks
-from pyggml.cpu.level import LEVELS, host_level, level_features
+from pyggml.cpu.level import LEVELS, host_level, level_features, machine
 from pyggml.cpu.tiles import FASTER_ON
 from pyggml.dtypes import dtype
 from pyggml.errors import DTypeError, ParamError
@@ -214,6 +214,17 @@ def test_overlapping_batches_in_bfloat16(overlapping: str) -> None:
     got = pg.compute(mul_mat(view, other, precision="bf16") if overlapping == "a" else mul_mat(other, view, precision="bf16"), {}, threads=1)
     want = np.einsum("bnk,bmk->bnm", y, windows)
     assert nmse(got, want if overlapping == "a" else want.swapaxes(1, 2)) < 1.2e-5
+
+
+@pytest.mark.skipif(machine() != "x86_64", reason="only there kernels say what is done with numbers below the normal range")
+def test_numbers_below_the_normal_range_are_0() -> None:
+    """As factors and as sums, in products that would be slow for them; the caller's own arithmetic keeps them."""
+    a, b = np.ones((40, 64), np.float32), np.ones((40, 64), np.float32)
+    a[3], b[5], a[7], b[7] = 1e-40, 1e30, 1e-20, 1e-20
+    for threads in (1, 2):
+        got = pg.compute(mul_mat(pg.tensor(a), pg.tensor(b)), {}, threads=threads)
+        assert np.all(got[:, 3] == 0) and got[7, 7] == 0 and got[5, 7] > 6e10 and got[0, 0] == 64
+    assert np.float32(1e-20) * np.float32(1e-20) > 0 and np.float32(1e-40) * np.float32(1e30) > 0
 
 
 @pytest.mark.parametrize("k", [24, 64, 300, 520])

@@ -8,7 +8,7 @@ k % 16, added in the order of `sums_of_lanes`; blocks of K are added in order.
 `mul_mat_blocks`: K is the outer loop. A block of `a` is brought to panels in which 32 rows stand side by side for each k, and a tile of
 32 x 8 results stays in registers, each summed over k in order, in blocks of K_OUTER. Where 8 columns of b begin or end with zeros (a
 triangle has half of them) these terms are left out, unless the panel holds a number of which 0 times is not 0. A sum that is 0 is +0,
-so that no bit tells.
+so that no bit tells. Numbers below the normal range count as 0: products of decays are full of them.
 
 In both, the bits of a result depend on its two rows alone.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pyggml.cpu.blocks import flush_tiny, restore_tiny
 from pyggml.cpu.rows import matrix_address
 from pyggml.cpu.simd import F0, LOAD, Helper, at, copy_bytes, helper, intrinsic, ld_f32, st_f32, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
@@ -374,6 +375,7 @@ panel_a, columns_b, SIDE_BY_SIDE = panel_of_rows, columns_of, False  # bound
 def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0: Any, i1: Any) -> None:
     """Items [i0, i1), blocks of m fastest. Scratch: panels of a, rows of it, a 16 x 16 block being turned, columns of b, a
     tile, 0 times each panel once one was needed."""
+    mode = flush_tiny()
     rows = at(scratch, P_BLOCK * K_OUTER * 4)
     turn = at(rows, LANES * ROW)
     columns = at(turn, 4 * LANES * LANES)
@@ -419,6 +421,7 @@ def mul_mat_blocks(out: Any, a: Any, b: Any, mb: Any, nb: Any, scratch: Any, i0:
                         to, of = at(o, c * out.nb1), at(tile, (before + c) * P_STEP)
                         for i in range(min(P_ROWS, m - r)):
                             st_f32(to, i, ld_f32(of, i) if first == 1 else ld_f32(to, i) + ld_f32(of, i))
+    restore_tiny(mode)
 
 
 # Registered later, so tried first: few columns, whole numbers before float32.
