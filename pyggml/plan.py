@@ -7,7 +7,7 @@ inputs, outputs and leaves keep theirs. With `reuse=False` every tensor has its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ ALIGN = 64
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One kernel launch: the nodes it computes (more than one when fused), what it reads and writes, and the kernel's name. `parts`: the
-    steps of a region, which this one runs slice by slice."""
+    """One kernel launch: the nodes it computes (more than one when fused), what it reads and writes, and the kernel's name. `inside`:
+    the steps of a region, which this one runs slice by slice."""
 
     nodes: list[Node]
     ins: list[Tensor | None]
@@ -28,7 +28,14 @@ class Step:
     kernel: Any = None
     kernel_name: str = ""
     scratch: int = 0
-    parts: list[Step] = field(default_factory=list)
+    inside: list[Step] = field(default_factory=list)
+
+    def leaves(self) -> Iterator[Step]:
+        """The steps that are no regions: itself, or those inside, in order."""
+        if not self.inside:
+            yield self
+        for s in self.inside:
+            yield from s.leaves()
 
     @property
     def prepares(self) -> bool:
@@ -49,11 +56,19 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"plan: {len(self.steps)} steps for {self.graph.n_nodes} nodes, arena {self.arena_bytes} bytes, scratch {self.scratch_bytes} bytes a thread"]
         for i, s in enumerate(self.steps):
-            places = ", ".join(f"{t.name}@{self.offsets.get(id(t.root), -1)}" for t in s.outs)
-            ops = f"{len(s.parts)} steps by slices" if s.parts else "+".join(n.op.name for n in s.nodes)
-            lines.append(f"{i:5d} {ops:<30} {s.kernel_name:<24} -> {places}")
-            lines += [f"      {'+'.join(n.op.name for n in p.nodes):<30} {p.kernel_name:<24} -> {p.outs[0].name}" for p in s.parts]
+            lines.append(_line(f"{i:5d} ", s, ", ".join(f"{t.name}@{self.offsets.get(id(t.root), -1)}" for t in s.outs)))
+            lines += _lines_inside(s, " " * 6)
         return "\n".join(lines)
+
+
+def _line(start: str, s: Step, places: str) -> str:
+    ops = f"{len(s.inside)} steps by slices" if s.inside else "+".join(n.op.name for n in s.nodes)
+    return f"{start}{ops:<30} {s.kernel_name:<24} -> {places}"
+
+
+def _lines_inside(s: Step, indent: str) -> list[str]:
+    """A region's steps, those of a region in it further in."""
+    return [line for p in s.inside for line in (_line(indent, p, ", ".join(t.name for t in p.outs)), *_lines_inside(p, indent + " " * 4))]
 
 
 def make_plan(graph: Graph, choose: Callable[[Step], list[Step] | None], *, fuse: Callable[[Graph], list[Step]] | None = None, reuse: bool = True,

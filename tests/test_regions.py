@@ -36,9 +36,9 @@ Values = dict[Tensor, np.ndarray]
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions however little they save."""
-    monkeypatch.setattr(regions, "LARGE", 1)
-    monkeypatch.setattr(regions, "WORTH", 1)
+    """Regions and inner regions however little they save."""
+    for limit in ("LARGE", "WORTH", "INNER_FROM", "INNER_LARGE", "INNER_WORTH"):
+        monkeypatch.setattr(regions, limit, 1)
 
 
 def results(outs: Sequence[Tensor], values: Values, **options: Any) -> tuple[list[bytes], Plan]:
@@ -52,7 +52,7 @@ def results(outs: Sequence[Tensor], values: Values, **options: Any) -> tuple[lis
 
 def parts(plan: Plan) -> list[list[str]]:
     """The ops of each region's steps."""
-    return [["+".join(n.op.name for n in s.nodes) for s in step.parts] for step in plan.steps if step.parts]
+    return [["+".join(n.op.name for n in s.nodes) for s in step.leaves()] for step in plan.steps if step.inside]
 
 
 def same_bits(outs: Sequence[Tensor], values: Values, threads: Sequence[int] = (1, 2, 7)) -> Plan:
@@ -142,12 +142,12 @@ def test_two_dims_of_one_axis() -> None:
 
 def whole_step_regions(dim: int, size: int) -> Callable[..., list[Step]]:
     """In place of form_regions: each step by itself, cut along one dim."""
-    def form(graph: Graph, steps: list[Step], takes: Callable[..., bool], threads: int) -> list[Step]:
+    def form(graph: Graph, steps: list[Step], takes: Callable[..., bool], nests: Any, threads: int) -> list[Step]:
         made = []
         for s in steps:
             region = Region([s], [(dim,)], {}, set(), s.outs[0].ne[dim], size)
             ok = can_be_cut(s, (dim,)) and s.outs[0].ne[dim] % size == 0 and all_cut(region, size) and takes(s, (dim,), size)
-            made.append(Step(s.nodes, s.ins, s.outs, kernel=region, parts=[s]) if ok else s)
+            made.append(Step(s.nodes, s.ins, s.outs, kernel=region, inside=[s]) if ok else s)
         return made
     return form
 
@@ -211,7 +211,7 @@ BF16 = pytest.mark.skipif(not any(f <= level_features(host_level()) for f in FAS
 @pytest.mark.parametrize("n_group", [1, 3])
 def test_ssd_in_bfloat16(n_group: int, eager: None) -> None:
     plan = same_bits(*ssd(256, 2, 32, n_group, precision="bf16"))
-    assert sum(p.kernel_name == "mul_mat_small" for s in plan.steps for p in s.parts) == 3, str(plan)
+    assert sum(p.kernel_name == "mul_mat_small" for s in plan.steps for p in s.leaves()) == 3, str(plan)
 
 
 @BF16
@@ -221,7 +221,7 @@ def test_what_a_kernel_has_prepared(eager: None) -> None:
     a = pg.raw_tensor(random_blocks(Q8_0, 64 * 48 * 6 // 32, rng), Q8_0, (64, 48, 6), "a")
     x = pg.tensor([64, 80, 6])
     plan = same_bits([pg.rms_norm(pg.mul_mat(a, pg.exp(x)))], {x: normal(x)})
-    assert [p.kernel_name for s in plan.steps for p in s.parts] == ["exp[flat]", "pack_tokens+mul_mat_panels", "rms_norm_rows"]
+    assert [p.kernel_name for s in plan.steps for p in s.leaves()] == ["exp[flat]", "pack_tokens+mul_mat_panels", "rms_norm_rows"]
 
 
 def test_large_ssd() -> None:
@@ -246,7 +246,7 @@ def test_slices_that_no_cache_holds() -> None:
     """Scores of 2 heads, 16 MiB each, are not cut by head; what follows the product is, by row."""
     q, k = pg.tensor([8, 2048, 2]), pg.tensor([8, 2048, 2])
     plan = open_backend("cpu", threads=1).plan(Graph([pg.sum_rows(pg.exp(pg.mul_mat(k, q)))]))
-    assert parts(plan) == [["EXP", "SUM_ROWS"]] and [s.nodes[0].op.name for s in plan.steps if not s.parts] == ["MUL_MAT"]
+    assert parts(plan) == [["EXP", "SUM_ROWS"]] and [s.nodes[0].op.name for s in plan.steps if not s.inside] == ["MUL_MAT"]
 
 
 def test_a_sum_along_the_axis_ends_a_region(eager: None) -> None:
@@ -257,7 +257,7 @@ def test_a_sum_along_the_axis_ends_a_region(eager: None) -> None:
     total = pg.cumsum(first, dim=2)
     last = pg.mul_mat(pg.cont(pg.permute(total, 1, 0, 2, 3)), both)
     plan = same_bits([last, first], {x: normal(x, 1) * 0.1, y: normal(y, 2) * 0.1})
-    assert [s.nodes[0].op.name for s in plan.steps if not s.parts] == ["CUMSUM"] and len(parts(plan)) == 2, parts(plan)
+    assert [s.nodes[0].op.name for s in plan.steps if not s.inside] == ["CUMSUM"] and len(parts(plan)) == 2, parts(plan)
 
 
 def test_no_step_passes_a_write_in_place(eager: None) -> None:
@@ -300,7 +300,7 @@ def test_products_whose_kernel_depends_on_the_slice(n_columns: int, eager: None,
     a = pg.raw_tensor(random_blocks(Q8_0, 64 * 48 * 2 // 32, np.random.default_rng(3)), Q8_0, (64, 48, 2), "a")
     x = pg.tensor([64, n_columns, 64])
     plan = same_bits([pg.rms_norm(pg.mul_mat(a, pg.exp(x)))], {x: normal(x)})
-    assert [p.kernel_name for s in plan.steps for p in s.parts] == ["exp[flat]", "quantize_columns+mul_mat_words", "rms_norm_rows"]
+    assert [p.kernel_name for s in plan.steps for p in s.leaves()] == ["exp[flat]", "quantize_columns+mul_mat_words", "rms_norm_rows"]
 
 
 @BF16

@@ -372,7 +372,7 @@ def test_the_profile_looks_into_regions(capsys: pytest.CaptureFixture[str]) -> N
     model = pg.load_model(pg.models.demo_path())
     backend = pg.open_backend("cpu", threads=2)
     graph = model.graph(512, mamba2="ssd")
-    assert any(s.parts for s in backend.plan(graph).steps)
+    assert any(s.inside for s in backend.plan(graph).steps)
     backend.strips = False
     ops = [r for r in found if r["by"] == "op"]
     whole: dict[str, int] = {}

@@ -137,7 +137,7 @@ def _free(op: OpDef, alone: bool) -> OpDef:
 def with_stand_ins(graph: Graph, stand_ins: Mapping[str, Build | None], plan: Callable[[Graph], Plan]) -> tuple[Graph, dict[int, Tensor]]:
     """The graph with what stands for its ops; `plan` tells which of the free ones have a step of their own."""
     free = {name for name, build in stand_ins.items() if build is None}
-    steps = [part for step in plan(graph).steps for part in step.parts or [step]] if free else []
+    steps = [s for step in plan(graph).steps for s in step.leaves()] if free else []
     alone = {n.seq for step in steps if all(n.op.name in free for n in step.nodes) for n in step.nodes}
 
     def stand_in(node: Node) -> Build:
@@ -247,8 +247,8 @@ class BenchRunner:
         seconds = np.diff(ends, prepend=runner.team.start_ns) * 1e-9
         found = self.notes.times.get(id(self.plan))
         if found is None:
-            steps = [part for s in self.plan.steps for part in ([p for p, _ in s.kernel.parts] if s.parts else [s])]
+            steps = [own for s in self.plan.steps for own in ([of for of, _ in s.kernel.launches] if s.inside else [s])]
             found = self.notes.times[id(self.plan)] = StepTimes(self.plan, steps, np.zeros(len(steps)))
-        found.seconds += np.concatenate([x * (runner.shares(i) if s.parts else np.ones(1))
+        found.seconds += np.concatenate([x * (runner.shares(i) if s.inside else np.ones(1))
                                          for i, (s, x) in enumerate(zip(self.plan.steps, seconds, strict=True))])
         found.n_runs += 1

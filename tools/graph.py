@@ -168,12 +168,12 @@ def part_order(part: str) -> int:
 
 def step_ops(step: Step) -> str:
     """A step's ops: A + B for a chain, strips(A, B + C) for a region."""
-    return f"strips({', '.join(map(step_ops, step.parts))})" if step.parts else " + ".join(n.op.name for n in step.nodes)
+    return f"strips({', '.join(map(step_ops, step.inside))})" if step.inside else " + ".join(n.op.name for n in step.nodes)
 
 
 def step_bytes(step: Step) -> float:
     """Bytes that a step moves: the node's own count, or for a chain, a region or what prepares an input each tensor that comes in or goes out, once."""
-    if not step.parts and not step.prepares and (len(step.nodes) == 1 or step.nodes[-1].op.pointwise is None):
+    if not step.inside and not step.prepares and (len(step.nodes) == 1 or step.nodes[-1].op.pointwise is None):
         return step.nodes[-1].op.cost_of(step.nodes[-1]).nbytes
     node = Node(step.nodes[-1].op, tuple(step.ins), {})
     node.outputs = tuple(step.outs)

@@ -20,8 +20,9 @@ from pyggml.cpu.order import barriers, touched
 from pyggml.cpu.records import record_size, record_words
 from pyggml.cpu.regions import Region, form_regions
 from pyggml.cpu.simd import BAD_SPAN, RAISED
+from pyggml.cpu.sliced import sliced
 from pyggml.cpu.slices import Dims
-from pyggml.cpu.strips import Strips, address_in_slice, sliced, spent_in, strips_of, table_of
+from pyggml.cpu.strips import Strips, address_in_slice, nests, spent_in, strips_of, table_of
 from pyggml.cpu.team import TAPE_KERNELS, aligned, check_threads, team
 from pyggml.errors import GraphError, KernelError, ParamError, UnsupportedOp
 from pyggml.graph import Graph
@@ -78,7 +79,7 @@ class CpuBackend:
         def choose(step: Step, prepared: _PreparedInputs) -> list[Step]:
             before: list[Step] = []
             if isinstance(step.kernel, Region):
-                step.kernel = strips_of(step.kernel, partial(choose, prepared=_PreparedInputs()))
+                step.kernel = strips_of(step, partial(choose, prepared=_PreparedInputs()), self._same_for_slices)
             else:
                 before = self._choose(step, prepared, refused)
             if step.kernel is not None:
@@ -87,7 +88,8 @@ class CpuBackend:
 
         def fused(graph: Graph) -> list[Step]:
             steps = write_pools(graph, join(graph, group(graph), self._ends_with_chains))
-            return form_regions(graph, steps, self._same_for_slices, self.threads) if self.strips else steps
+            takes = self._same_for_slices
+            return form_regions(graph, steps, takes, partial(nests, takes=takes), self.threads) if self.strips else steps
 
         plan = make_plan(graph, partial(choose, prepared=_PreparedInputs()), fuse=fused if self.fuse else None, reuse=self.reuse, guard=self.guard)
         if refused:
@@ -140,7 +142,7 @@ class CpuBackend:
 def launches_of(plan: Plan) -> list[tuple[Step, Launch]]:
     """All launches of a plan, each with its step: first those of its steps, in order, then those inside of regions."""
     steps = [(s, s.kernel) for s in plan.steps]
-    return [*steps, *(part for _, k in steps if isinstance(k, Strips) for part in k.parts)]
+    return [*steps, *(launch for _, k in steps if isinstance(k, Strips) for launch in k.launches)]
 
 
 def _end_with(step: Step) -> None:
@@ -253,7 +255,7 @@ class CpuRunner:
             flags = (tp.SINGLE if single[i] else 0) | (tp.SYNC if sync[i] else 0)
             self._tape[3 * i:3 * i + 3] = self._addresses[i], places[i], flags
             if isinstance(k, Strips):
-                ends = inside + len(k.parts)
+                ends = inside + len(k.launches)
                 for j in range(inside, ends):
                     write(j, launches[j].items, partial(address_in_slice, k, self.address))
                 self._tables[i] = table_of(k, self._addresses[inside:ends], places[inside:ends])
@@ -302,8 +304,8 @@ class CpuRunner:
         self._run_tape(self._tape if repeat == 1 else np.tile(self._tape, repeat), times)
 
     def shares(self, step: int) -> np.ndarray:
-        """How the time of a region's step goes to its launches (Strips.parts): shares of 1, over all its runs so far."""
-        spent = spent_in(self._tables[step], len(self.plan.steps[step].kernel.parts)).astype(np.float64)
+        """How the time of a region's step goes to its launches (Strips.launches): shares of 1, over all its runs so far."""
+        spent = spent_in(self._tables[step], len(self.plan.steps[step].kernel.launches)).astype(np.float64)
         return spent / spent.sum() if spent.any() else np.full(len(spent), 1 / len(spent))
 
     def run_steps(self, first: int, last: int) -> float:

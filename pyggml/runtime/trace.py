@@ -14,7 +14,7 @@ import numpy as np
 
 from pyggml.backends.base import Backend, Runner, SteppedRunner
 from pyggml.graph import Graph
-from pyggml.plan import Plan
+from pyggml.plan import Plan, Step
 from pyggml.tensor import Node, Shape, Tensor
 
 
@@ -151,10 +151,9 @@ class TracedRunner:
                 kernel = "+".join(self.plan.steps[k].kernel_name for k in at)
                 step = self.plan.steps[at[-1]]
                 last = step.nodes[-1]
-                own = next((p for p in step.parts if any(n is node for n in p.nodes)), None)
-                if own is not None:
-                    kernel = f"{own.kernel_name} in {step.kernel_name}"
-                if node.seq != last.seq and not (step.parts and any(t is node.out for t in step.outs)):
+                if step.inside:
+                    kernel = " in ".join(s.kernel_name for s in _path(step, node))
+                if node.seq != last.seq and not (step.inside and any(t is node.out for t in step.outs)):
                     fused_into = last.name
                 elif walk is not None:
                     took = walk.run(at[0], at[-1])
@@ -164,6 +163,12 @@ class TracedRunner:
                 src = tuple(None if s is None else Source(s.name, s.dtype.name, s.ne) for s in node.src)
                 self.owner.sink(Traced(i, k, node.layer, node.part, node.op.name, t.name, t.dtype.name, t.ne, None if t.is_contiguous else t.nb, src,
                                        kernel, seconds if k == 0 else None, fused_into, value))
+
+
+def _path(step: Step, node: Node) -> list[Step]:
+    """The step that a node belongs to, in a region's step, and the regions around it, the innermost first."""
+    within = next((s for s in step.inside if any(n is node for n in s.nodes)), None)
+    return [*_path(within, node), step] if within is not None else [step]
 
 
 class _Walk:
@@ -186,7 +191,7 @@ class _Walk:
         for k in range(self.n_run, first):
             self._run(k, k + 1, keep=True)
         if self.n_run <= last:
-            self._run(max(first, self.n_run), last + 1, keep=bool(self.steps[last].parts))
+            self._run(max(first, self.n_run), last + 1, keep=bool(self.steps[last].inside))
         return self.seconds[last]
 
     def _run(self, first: int, end: int, *, keep: bool) -> None:
