@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pyggml.cpu import mathf, simd
+from pyggml.cpu.blocks import prefetch_write
 from pyggml.cpu.compile import KernelSpec
 from pyggml.cpu.launch import CHUNK_ELEMENTS, Launch, default_chunk
+from pyggml.cpu.slices import LINE, PAGE
 from pyggml.cpu.vector import LANES
 from pyggml.dtypes import F32, F64, I32, DType
 from pyggml.errors import UnsupportedOp
@@ -34,6 +36,7 @@ from pyggml.plan import Step, single_steps
 from pyggml.tensor import Node, Tensor, shape4
 
 MAX_OPERANDS, MAX_NODES = 8, 32  # of one kernel: with more, LLVM's checks for overlapping operands and its registers run out
+ROWS_AHEAD = 8  # of a row that is written, where rows are pages apart: the CPU does not foresee these
 _FUNCTIONS: dict[str, dict[str, Any]] = {
     "f32": {"sqrt": simd.sqrt, "abs": simd.fabs, "floor": simd.floor} | {
         n: getattr(mathf, n) for n in ("exp", "expm1", "log", "log1p", "sigmoid", "silu", "tanh", "softplus", "gelu")},
@@ -297,6 +300,8 @@ def _row_loops(ins: Sequence[Tensor], body: Sequence[str], dims: Sequence[_Dim],
         t = "out" if i < 0 else f"t{i}"
         terms = [f"{f'(j{d} % {t}.ne{d})' if i in repeats[d] else f'j{d}'} * {t}.nb{d}" for d in outer]
         rows.append(f"{'o' if i < 0 else f'a{i}'} = at({t}.p, {' + '.join(terms) or '0'})")
+    if len(dims) > 1 and dims[1].nb[0] - dims[0].n * dims[0].nb[0] >= PAGE:
+        rows.append(f"prefetch_write(at(o, {ROWS_AHEAD} * out.nb1), (out.ne0 * out.nb0 + {LINE - 1}) // {LINE})")
     once, each = _loads(ins, [f"a{i}" for i in range(len(ins))], repeats[0])
     inner = [*each, *body, "store(o, i, v)"]
     if repeats[0]:
@@ -383,7 +388,8 @@ def _function(source: str, name: str = "pointwise") -> Callable[..., Any]:
     file = f"<pyggml pointwise {hashlib.sha256(source.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     memory = {n: getattr(simd, n) for n in ("at", "ptr", "ldw", "ldw_f64", "ld_f32", "st_f32")}
-    scope: dict[str, Any] = {**memory, "np": np, **{n: getattr(mathf, n) for n in ("if_less", "if_at_most", "if_equal", "to_i32_f32", "to_i32_f64")}}
+    choices = {n: getattr(mathf, n) for n in ("if_less", "if_at_most", "if_equal", "to_i32_f32", "to_i32_f64")}
+    scope: dict[str, Any] = {**memory, **choices, "prefetch_write": prefetch_write, "np": np}
     exec(compile(source, file, "exec"), scope)
     fn: Callable[..., Any] = scope[name]
     return fn
