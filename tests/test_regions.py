@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from strategies import batches
 
@@ -53,6 +53,11 @@ def results(outs: Sequence[Tensor], values: Values, **options: Any) -> tuple[lis
 def parts(plan: Plan) -> list[list[str]]:
     """The ops of each region's steps."""
     return [["+".join(n.op.name for n in s.nodes) for s in step.leaves()] for step in plan.steps if step.inside]
+
+
+def inner(plan: Plan) -> list[list[str]]:
+    """The ops of each inner region's steps."""
+    return [["+".join(n.op.name for n in s.nodes) for s in part.inside] for step in plan.steps for part in step.inside if part.inside]
 
 
 def same_bits(outs: Sequence[Tensor], values: Values, threads: Sequence[int] = (1, 2, 7)) -> Plan:
@@ -364,6 +369,148 @@ def graphs(draw: st.DrawFn) -> tuple[list[Tensor], Values]:
 def test_any_graph(eager: None, drawn: tuple[list[Tensor], Values]) -> None:
     """The same bits as without regions."""
     same_bits(*drawn, threads=(1, 3))
+
+
+# Inner regions
+
+
+@pytest.mark.parametrize(("n_chunks", "n_seqs", "n_group", "n_head", "want"), [
+    (1, 1, 1, 12, []), (2, 1, 1, 5, [2, 1]), (5, 1, 1, 12, [2, 1]), (6, 1, 3, 9, [2, 1]), (4, 3, 1, 7, [2, 1, 1]), (1, 4, 2, 4, [4])])
+@pytest.mark.parametrize("strip_bytes", [1, 512 << 10])
+def test_ssd_in_inner_regions(n_chunks: int, n_seqs: int, n_group: int, n_head: int, want: list[int], strip_bytes: int, eager: None,
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Along heads, and in a head's slice along chunks: the products before that between chunks, and those after it; of several sequences, that one
+    along these."""
+    monkeypatch.setattr(regions, "STRIP_BYTES", strip_bytes)
+    plan = same_bits(*ssd(16 * n_chunks, n_seqs, 16, n_group, n_head), threads=(1, 3))
+    products = [n for steps in inner(plan) if (n := steps.count("MUL_MAT"))]
+    assert products == want, str(plan)
+    assert any(steps.count("MUL_MAT") >= 4 for steps in parts(plan)), str(plan)
+
+
+@BF16
+@pytest.mark.parametrize("n_group", [1, 3])
+def test_ssd_in_inner_regions_in_bfloat16(n_group: int, eager: None) -> None:
+    plan = same_bits(*ssd(32 * 4, 2, 32, n_group, precision="bf16"), threads=(1, 3))
+    assert [s.count("MUL_MAT") for s in inner(plan) if "MUL_MAT" in s] == [2, 1, 1], str(plan)
+    assert sum(p.kernel_name == "mul_mat_small" for s in plan.steps for p in s.leaves()) == 3, str(plan)
+
+
+def test_long_ssd() -> None:
+    """With the thresholds as they are, a head's slice of 4096 tokens is cut once more."""
+    outs, values = ssd(4096, 1, 128, 1, n_head=16)
+    want, _ = results(outs, values, threads=1, strips=False)
+    got, plan = results(outs, values, threads=2)
+    assert got == want and len(inner(plan)) == 2, str(plan)
+
+
+def test_a_slice_that_only_inner_regions_make_small(monkeypatch: pytest.MonkeyPatch, eager: None) -> None:
+    """Where the slices of a region are larger than any cache, it is made if most of what it saves stays in inner ones."""
+    monkeypatch.setattr(regions, "MOST_BYTES", 1)
+    assert len(inner(same_bits(*ssd(128, 1, 16, 1)))) == 2
+    monkeypatch.setattr(regions, "INNER_WORTH", 1 << 40)
+    assert all("MUL_MAT" not in steps for steps in parts(same_bits(*ssd(128, 1, 16, 1))))
+
+
+def chunked(x: Tensor, factors: Tensor) -> Tensor:
+    """Products along the last dim of [8, 8, heads, chunks], as between chunks: cut along heads alone."""
+    n, chunks = x.ne[2], x.ne[3]
+    states = pg.permute(pg.reshape(x, [64, n, chunks, 1]), 1, 2, 0, 3)
+    return pg.reshape(pg.cont(pg.permute(pg.mul_mat(states, factors), 0, 2, 1, 3)), [8, 8, n, chunks])
+
+
+def test_what_others_read_of_an_inner_region(eager: None) -> None:
+    """Within the slice, outside of the region, or as an output: it is whole there."""
+    x, f = pg.tensor([8, 8, 6, 4]), pg.tensor([4, 4, 6])
+    first = pg.rms_norm(pg.exp(x))
+    y = pg.mul_mat(first, pg.tanh(first))
+    last = pg.rms_norm(pg.mul(pg.tanh(chunked(y, f)), y))
+    values = {x: normal(x), f: normal(f, 1)}
+    for outs in ([last], [last, y], [last, pg.cumsum(y, dim=2)]):
+        plan = same_bits(outs, values)
+        assert [len(steps) for steps in inner(plan)] == [4, 3], str(plan)
+
+
+def test_what_an_inner_region_reads_stays_until_its_end(eager: None) -> None:
+    """One value for all slices of the inner region: its memory in the slice is not used again before the last of them is done."""
+    x, shared = pg.tensor([8, 8, 6, 4]), pg.tensor([8, 8, 6, 1])
+    once = pg.rms_norm(pg.exp(shared))
+    y = pg.mul_mat(once, x)
+    for _ in range(3):
+        y = pg.rms_norm(pg.mul_mat(y, y))
+    plan = same_bits([y], {x: normal(x), shared: normal(shared, 1)})
+    assert [len(steps) for steps in inner(plan)] == [2, 7] and len(parts(plan)) == 1, str(plan)
+
+
+@BF16
+def test_what_a_kernel_has_prepared_in_inner_regions(eager: None) -> None:
+    """Tiles made of a value that all inner slices read are there for those that read it later; those of a slice are made for each."""
+    a = pg.raw_tensor(random_blocks(Q8_0, 64 * 64 * 6 // 32, np.random.default_rng(3)), Q8_0, (64, 64, 6), "a")
+    x, shared = pg.tensor([64, 80, 6, 3]), pg.tensor([64, 80, 6, 1])
+    of_all = pg.exp(shared)
+    y = pg.rms_norm(pg.mul(pg.mul_mat(a, pg.exp(x)), pg.mul_mat(a, of_all)))
+    z = pg.rms_norm(pg.mul(pg.cumsum(y, dim=3), pg.mul_mat(a, of_all)))
+    assert inner(same_bits([z], {x: normal(x) * 0.1, shared: normal(shared, 1) * 0.1}))
+
+
+@st.composite
+def graphs_of_two_axes(draw: st.DrawFn) -> tuple[list[Tensor], Values]:
+    """Ops that can be cut along both heads and chunks, along one of them, or along none, over [8, 8, heads, chunks] or with one of either."""
+    heads, chunks = draw(st.sampled_from([2, 3, 6])), draw(st.sampled_from([2, 4, 5]))
+    factors = pg.tensor([chunks, chunks, heads], name="factors")
+    found = [pg.tensor([8, 8, heads, chunks], name="x"), pg.tensor([8, 8, heads, 1], name="head"), pg.tensor([8, 8, 1, chunks], name="chunk")]
+    for _ in range(draw(st.integers(4, 12))):
+        x, y = found[draw(st.integers(0, len(found) - 1))], found[draw(st.integers(0, len(found) - 1))]
+        match draw(st.integers(0, 7)):
+            case 0 | 1:
+                new = pg.mul_mat(x, y)
+            case 2:
+                new = pg.mul_mat(pg.permute(x, 1, 0, 2, 3), x)
+            case 3 if all(a % b == 0 for a, b in zip(x.ne, y.ne, strict=True)):
+                new = pg.mul(pg.tanh(x), y)
+            case 4 if x.ne[2:] == (heads, chunks):
+                new = chunked(x, factors)
+            case 5:
+                new = pg.cumsum(x, dim=draw(st.integers(1, 3)))
+            case 6:
+                new = pg.cont(pg.permute(x, 1, 0, 2, 3))
+            case _:
+                new = pg.rms_norm(x)
+        found.append(new)
+    kept = draw(st.lists(st.sampled_from(found[3:]), max_size=2, unique=True))
+    outs = [pg.rms_norm(found[-1]), *(t for t in kept if t is not found[-1])]
+    return outs, {t: normal(t, i) for i, t in enumerate(Graph(outs).inputs)}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(graphs_of_two_axes(), st.sampled_from([1, 512 << 10]))
+def test_any_graph_of_two_axes(eager: None, drawn: tuple[list[Tensor], Values], strip_bytes: int) -> None:
+    """The same bits as without regions, in the shortest slices and in longer ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions, "STRIP_BYTES", strip_bytes)
+        plan = same_bits(*drawn, threads=(1, 3))
+    event(f"{min(len(inner(plan)), 3)} inner regions")
+
+
+def test_times_of_inner_regions(eager: None) -> None:
+    """Every launch has its share of the region's time, however often it is run."""
+    outs, values = ssd(128, 1, 16, 1)
+    runner = open_backend("cpu", threads=2).compile(Graph(outs))
+    for t, v in values.items():
+        runner.set(t, v)
+    runner.run(repeat=3)
+    for i, s in enumerate(runner.plan.steps):
+        if s.inside:
+            shares = runner.shares(i)
+            assert len(shares) == len([*s.leaves()]) and shares.min() > 0 and shares.sum() == pytest.approx(1)
+
+
+def test_a_plan_shows_inner_regions(eager: None) -> None:
+    lines = str(open_backend("cpu", threads=1).plan(Graph(ssd(128, 1, 16, 1)[0]))).splitlines()
+    outer = next(i for i, line in enumerate(lines) if "strips[12 x 1]" in line)
+    nested = [i for i, line in enumerate(lines) if i > outer and "steps by slices" in line]
+    assert len(nested) == 2 and all(line.startswith(" " * 6) for line in lines[outer + 1:])
+    assert all(lines[i][6] != " " and lines[i + 1].startswith(" " * 10) for i in nested)
 
 
 # Errors

@@ -218,9 +218,8 @@ def spent_in(table: np.ndarray, n_launches: int) -> np.ndarray:
 def _laid_out(steps: Sequence[Step], loops: Sequence[Loop], start: int, within: dict[int, Tensor], outside: Collection[int]) -> tuple[dict[int, int], int]:
     """Places in a thread's scratch for results of slices, from byte `start` on, each reused when its last reader is through; and the bytes
     that the launches' own scratch then begins after. `within`: by id, for roots that stand for slices of others, those others. `outside`: roots that
-    lie elsewhere. What a loop alone touches, whole, is remade each time; all else that it touches stays for as long as it runs."""
+    lie elsewhere. What a loop alone touches is remade each time; all else that it touches stays for as long as it runs."""
     loop_of = {i: loop for loop in loops for i in range(loop.first, loop.end)}
-    shared = {id(t) for t in within.values()}
     made: dict[int, Tensor] = {}
     touched: dict[int, list[int]] = {}
     for i, s in enumerate(steps):
@@ -232,7 +231,7 @@ def _laid_out(steps: Sequence[Step], loops: Sequence[Loop], start: int, within: 
     expiring: dict[int, list[Tensor]] = {}
     for key, root in made.items():
         first, last = touched[key][0], touched[key][-1]
-        if key in shared or loop_of.get(first) is not loop_of.get(last):
+        if loop_of.get(first) is not loop_of.get(last):
             first, last = loop_of[first].first if first in loop_of else first, loop_of[last].end - 1 if last in loop_of else last
         begins.setdefault(first, []).append(root)
         expiring.setdefault(last, []).append(root)
