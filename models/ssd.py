@@ -30,7 +30,7 @@ from pyggml.ops.triangular.defs import tri
 from pyggml.tensor import Tensor
 
 CHUNKS = (64, 32, 16)  # work per token is least near Q = 2 N P / (N + P), 85 for the usual N 128, P 64
-LONG, LONG_CHUNK = 4096, 128  # from so many tokens on: the product between chunks grows with the square of their number (benches/crossover.py: 3 to 9 %)
+LONG, LONG_CHUNK = 2048, 128  # from so many tokens on: the product between chunks grows with the square of their number (benches/crossover.py: 4 to 9 %)
 PLAN_BYTES = 256 << 20  # limit on one [Q, Q, n_head, chunks] float32 tensor, which decides the default chunk; in regions it takes no memory of the plan
 
 

@@ -230,5 +230,5 @@ def test_lower_levels(level: str) -> None:
 
 def test_default_chunk() -> None:
     """By length, and by what the decay matrices of 48 and 512 heads take: 4 Q n_head n_tok bytes, at most 256 MiB."""
-    asked = [(1, 48), (40, 48), (512, 48), (4096, 48), (16384, 48), (4096, 512), (16384, 512)]
+    asked = [(1, 48), (40, 48), (512, 48), (2048, 48), (16384, 48), (4096, 512), (16384, 512)]
     assert [default_chunk(n_tok, 1, n_head) for n_tok, n_head in asked] == [1, 40, 64, 128, 64, 32, 16]
