@@ -91,10 +91,11 @@ def test_fused_and_reused_memory_gives_the_same_values(reuse: bool) -> None:
 def test_regions_give_the_same_values(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the steps around them are reordered, a tensor that is stored is seen, once, as it is without them."""
     plain, _ = run(form, fuse=False, reuse=False)
-    monkeypatch.setattr(regions, "LARGE", 1)
-    monkeypatch.setattr(regions, "WORTH", 1)
+    for limit in ("LARGE", "WORTH", "INNER_FROM", "INNER_LARGE", "INNER_WORTH"):
+        monkeypatch.setattr(regions, limit, 1)
     fused, _ = run(form)
     assert any(" in strips[" in t.kernel and t.value is not None for t in fused)
+    assert any(t.kernel.count(" in strips[") == 2 for t in fused) == (form == "ssd")
     assert sum(t.value is not None for t in fused) > len(fused) / 3
     for a, b in zip(plain, fused, strict=True):
         assert b.value is None or np.array_equal(a.value, b.value, equal_nan=True), b.name  # type: ignore[arg-type]
