@@ -15,6 +15,7 @@ run between two writes in place, which no step passes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -105,23 +106,28 @@ def _writes_in_place(s: Step) -> bool:
 
 def _with_regions(run: list[Step], elsewhere: Collection[int], stored: Collection[int], takes: Takes, fits: Callable[[Region], bool],
                   limits: Limits) -> list[Step]:
+    @functools.cache  # a run is gone through again after each region found
+    def able(s: Step, dims: Dims) -> bool:
+        return can_be_cut(s, dims) and takes(s, dims, 1)
+
     while True:
-        r = _Run(run, elsewhere, stored, takes, limits)
+        r = _Run(run, elsewhere, stored, able, limits)
         found = r.best(fits)
         if found is None:
             return run
+        _choose_size(found, takes, limits.slices)
         run = r.joined(found)
 
 
 class _Run:
     """Steps none of which writes in place, and how they hang together: by number in the run. `elsewhere`: roots that others touch; `stored`: those
-    of results that lie among those of other slices."""
+    of results that lie among those of other slices; `able`: whether a step can be run in slices along some dims."""
 
-    def __init__(self, steps: list[Step], elsewhere: Collection[int], stored: Collection[int], takes: Takes, limits: Limits) -> None:
+    def __init__(self, steps: list[Step], elsewhere: Collection[int], stored: Collection[int], able: Callable[[Step, Dims], bool], limits: Limits) -> None:
         self.steps = steps
         self.elsewhere = elsewhere
         self.stored = stored
-        self.takes = takes
+        self.able = able
         self.limits = limits
         self.large = [s.kernel is None and len(s.outs) == 1 and s.outs[0].root is s.outs[0] and s.outs[0].nbytes >= limits.large for s in steps]
         self.made_by: dict[int, int] = {}
@@ -137,10 +143,7 @@ class _Run:
     def best(self, fits: Callable[[Region], bool]) -> Region | None:
         """The region that keeps most out of memory, of those that fit; None where none is worth it."""
         found = [(saved, r) for r in self._regions() if (saved := r.local_bytes) >= self.limits.worth]
-        best = next((r for _, r in sorted(found, key=lambda x: -x[0]) if fits(r)), None)
-        if best is not None:
-            _choose_size(best, self.takes, self.limits.slices)
-        return best
+        return next((r for _, r in sorted(found, key=lambda x: -x[0]) if fits(r)), None)
 
     def _regions(self) -> Iterator[Region]:
         """Those that grow from steps with large results, each along any of its dims."""
@@ -189,7 +192,7 @@ class _Run:
         """The axis in step j's result if it can be cut along these dims with what it reads and what reads it; else None."""
         s = self.steps[j]
         out = s.outs[0]
-        if s.kernel is not None or len(s.outs) != 1 or not (out.root is out or id(out.root) in self.stored) or not can_be_cut(s, dims):
+        if s.kernel is not None or len(s.outs) != 1 or not (out.root is out or id(out.root) in self.stored) or not self.able(s, dims):
             return None
         for t in s.ins:
             if t is not None and id(t.root) in axes and dims_along(t, axes[id(t.root)]) != dims:
@@ -201,7 +204,7 @@ class _Run:
         for k in self.readers.get(id(out.root), ()):
             if k in members and any(dims_along(t, axis) != members[k] for t in self.steps[k].ins if t is not None and t.root is out.root):
                 return None
-        return axis if self.takes(s, dims, 1) else None
+        return axis
 
     def _without_detours(self, members: dict[int, Dims]) -> dict[int, Dims]:
         """Members without those that read what a step outside has made of other members' results."""
