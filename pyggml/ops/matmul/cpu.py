@@ -23,7 +23,7 @@ from pyggml.cpu.rows import matrix_address
 from pyggml.cpu.simd import F0, LOAD, Helper, at, copy_bytes, helper, intrinsic, ld_f32, st_f32, zero_bytes
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, splat, store_floats, sums_of_lanes, transpose_16x16, wide_registers
 from pyggml.dtypes import F32
-from pyggml.ops.matmul import gemv, lanes, words
+from pyggml.ops.matmul import gemv, lanes, planes, words
 from pyggml.ops.matmul.gemv import K_BLOCK, operands_of
 from pyggml.quants.cpu import DEQUANT_ROW
 from pyggml.registry import items_wanted, kernel
@@ -432,3 +432,4 @@ from pyggml.ops.matmul import panels as panels  # noqa: E402
 from pyggml.ops.matmul import small as small  # noqa: E402
 
 kernel("MUL_MAT", "cpu", **lanes.OPTIONS)(lanes.mul_mat_lanes)
+kernel("MUL_MAT", "cpu", **planes.OPTIONS)(planes.mul_mat_planes)

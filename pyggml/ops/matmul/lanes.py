@@ -18,7 +18,7 @@ from pyggml.cpu.rows import matrix_address
 from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic
 from pyggml.cpu.vector import LANES, float_constant, int_constant, load_floats, loop, multiply_add, multiply_pairs, prefetch, splat_at, store_floats
 from pyggml.ops.matmul.gemv import SHARES, columns_refused, flat_operands, operands_of, row_chunk, row_items
-from pyggml.ops.matmul.words import quantize, quantized
+from pyggml.ops.matmul.words import keep_words, quantize, quantized
 from pyggml.quants.lanes_cpu import LANE_TYPES, OFFSETS, SCALE_BYTES, Lanes, rows_of
 from pyggml.quants.words_cpu import SUPER
 from pyggml.tensor import Node, Tensor
@@ -49,7 +49,8 @@ def quantize_pairs(b: Any, ir: Any, dst: Any, src: Any, n: Any) -> None:
         place = b.add(i64(X_LESS16 + 4 * which - 4), b.mul(i, i64(8))) if which else b.add(i64(X_LESS32), b.mul(i, i64(4)))
         b.store(b.sub(i32(0), total), b.bitcast(b.gep(dst, [place]), i32.as_pointer()), align=4)
 
-    quantize(b, ir, dst, src, n, [j for i in range(0, LANES, 4) for j in (i, i + 2, i + 1, i + 3)], X_SCALE, keep_sum)
+    order = [j for i in range(0, LANES, 4) for j in (i, i + 2, i + 1, i + 3)]
+    quantize(b, ir, b.gep(dst, [i64(X_SCALE)]), src, n, keep_words(b, ir, dst, order), keep_sum)
 
 
 # 16 rows times all columns

@@ -59,24 +59,24 @@ INFINITY = 0x7F800000  # as bits
 # Activations
 
 
-def quantize(b: Any, ir: Any, dst: Any, src: Any, n: Any, order: Sequence[int], scale_at: int,
-             keep_sum: Callable[[Any, int, Any], None]) -> None:
-    """A block of n <= 256 float32, n a multiple of 32, of each 16 numbers in `order`, the scale at byte scale_at. The rest of dst is zero already.
-    keep_sum(i, w, total) is told the sums of the numbers of 32, the i-th ones (w = 0), and of their halves (1 and 2). A block with one
-    infinity has a scale of infinity and one number that is not 0; with several or with NaN its scale is NaN."""
+def quantize(b: Any, ir: Any, scale: Any, src: Any, n: Any, keep: Callable[[Any, Any], None], keep_sum: Callable[[Any, int, Any], None],
+             largest: int = LARGEST) -> None:
+    """A block of n <= 256 float32, n a multiple of 32. keep(i, q) is told 16 numbers from number i on, keep_sum(i, w, total) the sums of the
+    numbers of 32, the i-th ones (w = 0), and of their halves (1 and 2); `scale` is where the scale goes. A block with one infinity has a
+    scale of infinity and one number that is not 0; with several or with NaN its scale is NaN."""
     i16, i32, i64, f32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
     ints = ir.VectorType(i32, LANES)
 
-    def largest(i: Any, acc: list[Any]) -> list[Any]:
+    def most(i: Any, acc: list[Any]) -> list[Any]:
         bits = b.and_(b.bitcast(load_floats(b, ir, b.gep(src, [b.mul(i, i64(64))])), ints), int_constant(ir, 0x7FFFFFFF))
         return [b.select(b.icmp_unsigned(">", bits, acc[0]), bits, acc[0])]
 
-    (m,) = loop(b, ir, b.sdiv(n, i64(LANES)), [int_constant(ir, 0)], largest)  # as whole numbers: NaN is the largest of all
+    (m,) = loop(b, ir, b.sdiv(n, i64(LANES)), [int_constant(ir, 0)], most)  # as whole numbers: NaN is the largest of all
     bits = reduce_ints(b, ir, m, "umax")
-    top, limit = b.bitcast(bits, f32), ir.Constant(f32, float(LARGEST))
+    top, limit = b.bitcast(bits, f32), ir.Constant(f32, float(largest))
     usable = b.and_(b.icmp_unsigned("<", bits, i32(INFINITY)), b.fcmp_ordered(">", top, ir.Constant(f32, 2.0 ** -110)))
     inverse = splat(b, ir, b.select(usable, b.fdiv(limit, top), ir.Constant(f32, 0.0)))
-    scale = b.select(usable, b.fdiv(top, limit), ir.Constant(f32, 0.0))
+    factor = b.select(usable, b.fdiv(top, limit), ir.Constant(f32, 0.0))
     finite = b.icmp_unsigned("<", bits, i32(INFINITY))
 
     def numbers(i: Any, n_infinite: list[Any]) -> list[Any]:
@@ -90,7 +90,7 @@ def quantize(b: Any, ir: Any, dst: Any, src: Any, n: Any, order: Sequence[int], 
             q = b.select(infinite, sign, q)
             here = b.add(here, b.zext(infinite, ints))
             q16 = b.trunc(q, ir.VectorType(i16, LANES))
-            b.store(shuffle(b, ir, q16, q16, order), b.bitcast(b.gep(dst, [b.mul(start, i64(2))]), q16.type.as_pointer()), align=2)
+            keep(start, q16)
             total = reduce_ints(b, ir, b.sext(q16, ints), "add")  # of what is stored
             keep_sum(i, 1 + k, total)
             pair = b.add(pair, total)
@@ -99,20 +99,28 @@ def quantize(b: Any, ir: Any, dst: Any, src: Any, n: Any, order: Sequence[int], 
 
     (n_infinite,) = loop(b, ir, b.sdiv(n, i64(2 * LANES)), [int_constant(ir, 0)], numbers)
     one = b.and_(b.icmp_unsigned("==", bits, i32(INFINITY)), b.icmp_unsigned("==", reduce_ints(b, ir, n_infinite, "add"), i32(1)))
-    scale = b.select(finite, scale, b.select(one, ir.Constant(f32, float("inf")), ir.Constant(f32, float("nan"))))
-    b.store(scale, b.bitcast(b.gep(dst, [i64(scale_at)]), f32.as_pointer()), align=4)
+    factor = b.select(finite, factor, b.select(one, ir.Constant(f32, float("inf")), ir.Constant(f32, float("nan"))))
+    b.store(factor, b.bitcast(scale, f32.as_pointer()), align=4)
+
+
+def keep_words(b: Any, ir: Any, dst: Any, order: Sequence[int]) -> Callable[[Any, Any], None]:
+    """Numbers as words, of each 16 in `order`."""
+    def keep(start: Any, q: Any) -> None:
+        b.store(shuffle(b, ir, q, q, order), b.bitcast(b.gep(dst, [b.mul(start, ir.IntType(64)(2))]), q.type.as_pointer()), align=2)
+
+    return keep
 
 
 @intrinsic("void(ptr, ptr, i64)")
 def quantize_block(b: Any, ir: Any, dst: Any, src: Any, n: Any) -> None:
-    """A block as the tiles here read it."""
+    """A block as the tiles here read it; the rest of dst is zero already."""
     i64, f32 = ir.IntType(64), ir.FloatType()
 
     def keep_sum(i: Any, which: int, total: Any) -> None:
         place = b.add(i64(X_SUMS16 + 4 * which - 4), b.mul(i, i64(8))) if which else b.add(i64(X_SUMS32 + 32), b.mul(i, i64(4)))
         b.store(b.sitofp(total, f32), b.bitcast(b.gep(dst, [place]), f32.as_pointer()), align=4)
 
-    quantize(b, ir, dst, src, n, range(LANES), X_SCALE, keep_sum)
+    quantize(b, ir, b.gep(dst, [i64(X_SCALE)]), src, n, keep_words(b, ir, dst, range(LANES)), keep_sum)
 
 
 block_of_16_bits, BLOCK_BYTES = quantize_block, X_BYTES  # bound

@@ -1,0 +1,156 @@
+"""MUL_MAT of one column with super-blocks of weights in whole numbers, where the CPU multiplies four bytes by four bytes into a lane
+(pyggml.quants.planes_cpu): weights need no widening, and 64 of them cost two such products.
+
+The column is rounded as pyggml.ops.matmul.words has it, x = sx q for each 256 values, with |q| <= 127 * 257: q = 256 h + l with signed bytes
+h and l. A block of X_BYTES holds 256 h and 256 l, both in the order of the type's numbers; at X_SUMS sixteen float32 that go with the type's
+factors, the sums of q over each 16 times -32, or 0 and the negative sum over each 32 in turn; at X_SCALE sx.
+
+Whole sums are exact, so bits of a result depend on its two rows alone here too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyggml.cpu.rows import matrix_address
+from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper
+from pyggml.cpu.vector import LANES, float_constant, int_constant, load, load_floats, loop, multiply_add, prefetch, shuffle, splat_at, store_floats
+from pyggml.ops.matmul.gemv import AHEAD, ROWS, SHARES, SUMS, add_sums_16, columns_refused, flat_operands, operands_of, row_chunk, row_items
+from pyggml.ops.matmul.words import quantize, quantized
+from pyggml.quants.planes_cpu import BYTES, PLACES, PLANES, Planes
+from pyggml.quants.words_cpu import SUPER
+from pyggml.tensor import Node
+
+X_LOW, X_SUMS, X_SCALE, X_BYTES = 256, 512, 576, 640
+LARGEST = 127 * 257
+
+
+# The column
+
+
+def _quantizer(group: int) -> Intrinsic:
+    def build(b: Any, ir: Any, dst: Any, src: Any, n: Any) -> None:
+        i8, i64, f32 = ir.IntType(8), ir.IntType(64), ir.FloatType()
+
+        def keep(start: Any, q: Any) -> None:
+            rounded = b.add(q, ir.Constant(q.type, [128] * LANES))
+            eight = b.lshr(start, i64(3))
+            place = i64(0)
+            for bit, step in enumerate(PLACES[group]):
+                place = b.add(place, b.mul(b.and_(b.lshr(eight, i64(bit)), i64(1)), i64(step)))
+            for plane, v in ((0, b.lshr(rounded, ir.Constant(q.type, [8] * LANES))), (X_LOW, q)):
+                v = b.trunc(v, ir.VectorType(i8, LANES))
+                for k in (0, 1):
+                    half = shuffle(b, ir, v, v, range(8 * k, 8 * k + 8))
+                    to = b.gep(dst, [b.add(place, i64(plane + k * PLACES[group][0]))])
+                    b.store(half, b.bitcast(to, half.type.as_pointer()), align=1)
+
+        def keep_sum(i: Any, which: int, total: Any) -> None:
+            if (which == 0) != (group == 32):
+                return
+            place = b.add(b.mul(i, i64(8)), i64(X_SUMS + (4 if group == 32 else 4 * which - 4)))
+            less = b.fmul(b.sitofp(total, f32), ir.Constant(f32, -1.0 if group == 32 else -32.0))
+            b.store(less, b.bitcast(b.gep(dst, [place]), f32.as_pointer()), align=4)
+
+        quantize(b, ir, b.gep(dst, [i64(X_SCALE)]), src, n, keep, keep_sum, LARGEST)
+
+    build.__name__ = f"quantize_planes_{group}"
+    return Intrinsic("void(ptr, ptr, i64)", build)
+
+
+QUANTIZERS: dict[int, Intrinsic] = {group: _quantizer(group) for group in PLACES}
+
+
+# Tiles
+
+
+def _add_products(b: Any, ir: Any, total: Any, numbers: Any, x: Any) -> Any:
+    """total + the sums of four neighbours' products, unsigned bytes times signed ones."""
+    name = "llvm.x86.avx512.vpdpbusd.512"
+    fn = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(total.type, [total.type] * 3), name)
+    return b.call(fn, [total, b.bitcast(numbers, total.type), x])
+
+
+def _dots(b: Any, ir: Any, kind: Planes, operands: Any) -> None:
+    """Partial sums of 4 rows over n super-blocks, 16 of row r at dst + r * 64. Rows beyond the last are computed from the last one again."""
+    a, a_row, a_last, x, n, ahead, dst = operands
+    i32, i64, zero = ir.IntType(32), ir.IntType(64), int_constant(ir, 0)
+    rows = [b.gep(a, [b.mul(a_row, b.select(b.icmp_signed("<", a_last, i64(r)), a_last, i64(r)))]) for r in range(ROWS)]
+
+    def turn(i: Any, acc: list[Any]) -> list[Any]:
+        here = [b.gep(p, [b.mul(i, i64(kind.nbytes))]) for p in rows]
+        for p in here:
+            for line in range(0, kind.nbytes, 64):
+                prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]))
+        x_here = b.gep(x, [b.mul(i, i64(X_BYTES))])
+        high, low = ([load(b, ir, b.gep(x_here, [i64(plane + BYTES * k)]), i32, LANES, 4) for k in range(4)] for plane in (0, X_LOW))
+        sums_of_x, scale = load_floats(b, ir, b.gep(x_here, [i64(X_SUMS)])), splat_at(b, ir, x_here, X_SCALE, ir.FloatType())
+        for r, (p, factors) in enumerate(zip(here, kind.factors(b, ir, here), strict=True)):
+            v = b.fmul(factors, sums_of_x)
+            for k, (pair, lanes) in enumerate(zip(kind.numbers(b, ir, p), kind.lanes, strict=True)):
+                t = zero
+                for plane in (high, low):
+                    t = b.shl(t, int_constant(ir, 8)) if plane is low else t
+                    for q, xv in zip(pair, plane[2 * k:2 * k + 2], strict=True):
+                        t = _add_products(b, ir, t, q, xv)
+                v = multiply_add(b, ir, b.sitofp(t, v.type), shuffle(b, ir, factors, factors, lanes), v)
+            acc[r] = multiply_add(b, ir, v, scale, acc[r])
+        return acc
+
+    for r, v in enumerate(loop(b, ir, n, [float_constant(ir, 0.0)] * ROWS, turn)):
+        store_floats(b, b.gep(dst, [i64(64 * r)]), v)
+
+
+def _tile(name: str, kind: Planes) -> Intrinsic:
+    def build(b: Any, ir: Any, *operands: Any) -> None:
+        _dots(b, ir, kind, operands)
+
+    build.__name__ = f"planes_{name}"
+    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, ptr)", build)
+
+
+TILES: dict[str, Intrinsic] = {t: _tile(t, k) for t, k in PLANES.items()}
+"""The tile of a type: (a, bytes of a row, last row, x, super-blocks, bytes to prefetch ahead, dst)."""
+
+
+# The kernel
+
+
+def _not_planes(node: Node) -> str | None:
+    a, _ = operands_of(node)
+    if a.dtype.name not in PLANES:
+        return f"a is {a.dtype.name}"
+    x = flat_operands(node)[2]
+    if x is None or x.ne[1] > 1:
+        return "more than one column"
+    return columns_refused(node)
+
+
+@helper
+def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _n: Any, _ahead: Any, _dst: Any) -> None:
+    """A tile; bound to the type's."""
+
+
+def mul_mat_planes(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: Any) -> None:
+    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, partial sums of 16 rows."""
+    n_mb, tile = (a.ne1 + LANES - 1) // LANES, ROWS * a.nb1
+    ahead = (AHEAD + tile - 1) // tile * tile
+    sums = at(scratch, LANES * 4)
+    for item in range(i0, i1):
+        batch, m0 = item // n_mb, item % n_mb * LANES
+        i2, i3, m = batch % out.ne2, batch // out.ne2, min(LANES, a.ne1 - m0)
+        a_p, x_p = at(matrix_address(a, out, i2, i3), m0 * a.nb1), matrix_address(x, out, i2, i3)
+        o = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
+        for r in range(0, m, ROWS):
+            dots(at(a_p, r * a.nb1), a.nb1, min(ROWS, m - r) - 1, x_p, a.ne0 // SUPER, ahead, at(sums, r * LANES * 4))
+        if m == LANES:
+            add_sums_16(o, sums, 1)
+        else:
+            add_sums_16(scratch, sums, 1)
+            copy_bytes(o, scratch, m * 4)
+
+
+OPTIONS: dict[str, Any] = {
+    "when": _not_planes, "rounds": True, "needs": {"avx512bw", "avx512vnni"}, "operands": flat_operands, "items": row_items, "chunk": row_chunk,
+    "shares": lambda _: SHARES, "before": lambda node: quantized(flat_operands(node)[2], QUANTIZERS[PLANES[operands_of(node)[0].dtype.name].group], X_BYTES),
+    "bind": lambda node: {"dots": TILES[operands_of(node)[0].dtype.name]}, "scratch": lambda _: LANES * 4 + SUMS}
