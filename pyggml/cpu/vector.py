@@ -38,11 +38,11 @@ def store_floats(b: Any, p: Any, v: Any) -> None:
     b.store(v, b.bitcast(p, v.type.as_pointer()), align=4)
 
 
-def prefetch(b: Any, ir: Any, p: Any) -> None:
-    """Bring the cache line at p, which may lie anywhere, to the second level."""
+def prefetch(b: Any, ir: Any, p: Any, level: int = 2) -> None:
+    """Bring the cache line at p, which may lie anywhere, to the first or second level."""
     i32 = ir.IntType(32)
     fn = b.module.globals.get("llvm.prefetch.p0") or ir.Function(b.module, ir.FunctionType(ir.VoidType(), [p.type] + [i32] * 3), "llvm.prefetch.p0")
-    b.call(fn, [p, i32(0), i32(2), i32(1)])  # to read, locality 2 of 3, data
+    b.call(fn, [p, i32(0), i32(4 - level), i32(1)])  # to read, locality 3 or 2, data
 
 
 def shuffle(b: Any, ir: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:

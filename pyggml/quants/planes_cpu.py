@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pyggml.cpu.vector import LANES, concat, halves_to_floats, int_constant, load, load_bytes, shuffle, splat
+from pyggml.cpu.vector import LANES, concat, halves_to_floats, int_constant, load, load_bytes, shuffle
 from pyggml.quants.units_cpu import at_byte, byte_ints, half_splat, int_floats
 
 ROWS = 4  # unpacked together

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyggml.cpu.level import target_features
+from pyggml.cpu.rows import matrix_address
 from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic
 from pyggml.cpu.vector import LANES, float_constant, load_floats, loop, multiply_add, prefetch, store_floats, sums_of_lanes, wide_registers
 from pyggml.dtypes import F32
@@ -23,6 +24,7 @@ TURN = 64  # weights of a row per turn of a tile's loop, at least
 AHEAD = 8192  # bytes that prefetches run ahead of the loads, at least: the hardware's own do not follow 4 rows of some blocks each
 CHUNK_BYTES = 16 << 10  # of weights that a thread takes at a time, at least
 SHARES = 4  # times that it does so, at most: what is fetched ahead of the end of a chunk comes to the wrong core
+STREAM_AHEAD = 1024  # bytes that prefetches run ahead of loads where each row of a tile is of its own stream
 SUMS = LANES * LANES * 4  # bytes of the partial sums of 16 rows and a column
 
 
@@ -37,9 +39,9 @@ def _rows_at_once(cols: int) -> int:
 
 
 def _dots(b: Any, ir: Any, unit: Unit, cols: int, operands: Any) -> None:
-    """Partial sums of 4 rows x cols columns over n_units units: 16 of (row, col) at dst + col * SUMS + row * 64. Rows beyond the last are
-    computed from the last one again."""
-    a, a_row, a_last, x, x_col, n_units, ahead, dst, scales = operands
+    """Partial sums of 4 rows x cols columns over n_units units: 16 of (row, col) at dst + col * ROWS * SUMS + row * dst_row. Rows beyond the last
+    are computed from the last one again."""
+    a, a_row, a_last, x, x_col, n_units, ahead, dst, dst_row, scales = operands
     i64 = ir.IntType(64)
     a_rows = [b.gep(a, [b.mul(a_row, b.select(b.icmp_signed("<", a_last, i64(r)), a_last, i64(r)))]) for r in range(ROWS)]
     x_cols = [b.gep(x, [b.mul(x_col, i64(c))]) for c in range(cols)]
@@ -56,7 +58,7 @@ def _dots(b: Any, ir: Any, unit: Unit, cols: int, operands: Any) -> None:
             x_here = [b.gep(p, [b.mul(start, i64(unit.n * 4))]) for p in x_cols]
             for p in here:
                 for line in range(0, per_turn * unit.nbytes, 64):
-                    prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]))
+                    prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]), prefetch_level(cols))
             for u in range(per_turn):
                 weights = [unit.build(b, ir, b.gep(p, [i64(u * unit.nbytes)]), b.gep(s, [b.mul(start, i64(s_unit))]))
                            for p, s in zip(here, s_here, strict=True)]
@@ -77,7 +79,7 @@ def _dots(b: Any, ir: Any, unit: Unit, cols: int, operands: Any) -> None:
         if several > 1:
             sums = units(*rows, done, b.sub(n_units, done), sums, 1)
         for i, v in enumerate(sums):
-            store_floats(b, b.gep(dst, [i64(i % cols * SUMS + (r0 + i // cols) * 64)]), v)
+            store_floats(b, b.gep(dst, [b.add(i64(i % cols * ROWS * SUMS), b.mul(dst_row, i64(r0 + i // cols)))]), v)
 
 
 def _unpack(b: Any, ir: Any, unit: Unit, rows: list[Any], s_rows: list[Any], n_units: Any) -> None:
@@ -98,11 +100,12 @@ def _tile(name: str, unit: Unit, cols: int) -> Intrinsic:
         _dots(b, ir, unit, cols, operands)
 
     build.__name__ = f"dots_{name}_{cols}"
-    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, ptr, ptr)", build)
+    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, ptr, i64, ptr)", build)
 
 
 TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, u, c) for t, u in UNITS.items() for c in range(1, MAX_COLS + 1)}
-"""The tile of a type and a number of columns: (a, bytes of a row, last row, x, bytes of a column, units, bytes to prefetch ahead, dst, scratch for scales)."""
+"""The tile of a type and a number of columns: (a, bytes to the next row, last row, x, bytes of a column, units, bytes to prefetch ahead, dst, bytes
+to the next row's sums, scratch for scales)."""
 
 
 @intrinsic("void(ptr, ptr, i64)")
@@ -111,6 +114,28 @@ def add_sums_16(b: Any, ir: Any, dst: Any, src: Any, first: Any) -> None:
     i64 = ir.IntType(64)
     sums = sums_of_lanes(b, ir, [load_floats(b, ir, b.gep(src, [i64(r * LANES * 4)])) for r in range(LANES)])
     store_floats(b, dst, b.select(b.icmp_signed("!=", first, i64(0)), sums, b.fadd(load_floats(b, ir, dst), sums)))
+
+
+# Rows of a tile
+
+
+def prefetch_level(cols: int) -> int:
+    """The cache that tiles prefetch to: with streams as little is on its way as the first one holds."""
+    return 1 if cols == 1 else 2
+
+
+@helper
+def stream_items(first: Any, n: Any, n_rows: Any) -> Any:
+    """Items of each of ROWS streams: a quarter of those that are whole among n items from item `first` of n_rows rows on. One column is
+    multiplied with a row of each stream at a time, as memory is read fastest at some places far from each other."""
+    return min(n, n_rows // LANES - first) // ROWS
+
+
+@helper
+def tile_layout(n: Any) -> Any:
+    """With n items in each stream (0: there are none): streams, rows from a tile to the next, rows of `a` from one row of a tile to the next,
+    and bytes between the sums of these."""
+    return (ROWS, 1, n * LANES, SUMS) if n > 0 else (1, ROWS, 1, LANES * 4)
 
 
 # The kernel
@@ -189,11 +214,11 @@ def _binds(node: Node) -> dict[str, Any]:
 def _scratch(node: Node) -> int:
     a, _ = operands_of(node)
     unit = UNITS[a.dtype.name]
-    return LANES * 4 + ROWS * K_BLOCK // unit.n * unit.n_scales * 4 + MAX_COLS * SUMS * -(-a.ne[0] // K_BLOCK)
+    return LANES * 4 + ROWS * K_BLOCK // unit.n * unit.n_scales * 4 + MAX_COLS * ROWS * SUMS * -(-a.ne[0] // K_BLOCK)
 
 
 @helper
-def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_units: Any, _ahead: Any, _dst: Any, _scales: Any) -> None:
+def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_units: Any, _ahead: Any, _dst: Any, _dst_row: Any, _scales: Any) -> None:
     """A tile; bound to the type's."""
 
 
@@ -201,31 +226,37 @@ COLS, UNIT, NBYTES, SCALES = 1, 16, 64, 0  # bound
 
 
 def mul_mat_few(out: Any, a: Any, b: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Items [i0, i1), rows fastest. Scratch: 16 sums, scales of 4 rows, then for each block of k partial sums of COLS columns x 16 rows."""
-    n_mb, n_kb, tile = (a.ne1 + LANES - 1) // LANES, (a.ne0 + K_BLOCK - 1) // K_BLOCK, ROWS * a.nb1
-    ahead = (AHEAD + tile - 1) // tile * tile  # whole tiles, or else rows of one would fetch each other's
+    """Items [i0, i1), rows fastest. Scratch: 16 sums, scales of 4 rows, then for each block of k partial sums of COLS columns x 16 rows of each
+    stream."""
+    n_mb, n_kb, tile, item = (a.ne1 + LANES - 1) // LANES, (a.ne0 + K_BLOCK - 1) // K_BLOCK, ROWS * a.nb1, i0
+    ahead = STREAM_AHEAD if COLS == 1 else (AHEAD + tile - 1) // tile * tile  # whole tiles, or else rows of one would fetch each other's
     scales = at(scratch, LANES * 4)
     sums = at(scales, SCALES)
-    for item in range(i0, i1):
+    while item < i1:
         batch, m0 = item // n_mb, item % n_mb * LANES
         i2, i3, m = batch % out.ne2, batch // out.ne2, min(LANES, a.ne1 - m0)
-        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
-        b_p = at(b.p, i2 // (out.ne2 // b.ne2) * b.nb2 + i3 // (out.ne3 // b.ne3) * b.nb3)
-        o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
-        for j in range(0, b.ne1, COLS):
-            first = min(j, b.ne1 - COLS)  # the last tile may compute columns again: they come out the same
-            for r in range(0, m, ROWS):
-                for kb in range(n_kb):
-                    units = (min(a.ne0, (kb + 1) * K_BLOCK) - kb * K_BLOCK) // UNIT
-                    dots(at(a_p, r * a.nb1 + kb * (K_BLOCK // UNIT) * NBYTES), a.nb1, min(ROWS, m - r) - 1, at(b_p, first * b.nb1 + kb * K_BLOCK * 4),
-                         b.nb1, units, ahead, at(sums, kb * COLS * SUMS + r * LANES * 4), scales)
-            for c in range(COLS):
-                o = at(o_p, (first + c) * out.nb1)
-                to = o if m == LANES else scratch
-                for kb in range(n_kb):
-                    add_sums_16(to, at(sums, (kb * COLS + c) * SUMS), 1 if kb == 0 else 0)
-                if m < LANES:
-                    copy_bytes(o, scratch, m * 4)
+        n = stream_items(item % n_mb, i1 - item, a.ne1) if COLS == 1 else 0
+        streams, between, step, sums_row = tile_layout(n)
+        b_p = matrix_address(b, out, i2, i3)
+        for q in range(max(n, 1)):
+            a_p, o_p = at(matrix_address(a, out, i2, i3), (m0 + q * LANES) * a.nb1), at(out.p, (m0 + q * LANES) * 4 + i2 * out.nb2 + i3 * out.nb3)
+            for j in range(0, b.ne1, COLS):
+                first = min(j, b.ne1 - COLS)  # the last tile may compute columns again: they come out the same
+                for r in range(0, m, between):
+                    last = ROWS - 1 if n > 0 else min(ROWS, m - r) - 1
+                    for kb in range(n_kb):
+                        units = (min(a.ne0, (kb + 1) * K_BLOCK) - kb * K_BLOCK) // UNIT
+                        dots(at(a_p, r * a.nb1 + kb * (K_BLOCK // UNIT) * NBYTES), step * a.nb1, last, at(b_p, first * b.nb1 + kb * K_BLOCK * 4),
+                             b.nb1, units, ahead, at(sums, kb * COLS * ROWS * SUMS + r * LANES * 4), sums_row, scales)
+                for c in range(COLS):
+                    for s in range(streams):
+                        o = at(o_p, (first + c) * out.nb1 + s * step * 4)
+                        to = o if m == LANES else scratch
+                        for kb in range(n_kb):
+                            add_sums_16(to, at(sums, ((kb * COLS + c) * ROWS + s) * SUMS), 1 if kb == 0 else 0)
+                        if m < LANES:
+                            copy_bytes(o, scratch, m * 4)
+        item += max(n * ROWS, 1)
 
 
 OPTIONS: dict[str, Any] = {"when": _not_few, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "shares": lambda _: SHARES, "bind": _binds,

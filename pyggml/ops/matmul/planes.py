@@ -15,7 +15,20 @@ from typing import Any
 from pyggml.cpu.rows import matrix_address
 from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper
 from pyggml.cpu.vector import LANES, float_constant, int_constant, load, load_floats, loop, multiply_add, prefetch, shuffle, splat_at, store_floats
-from pyggml.ops.matmul.gemv import AHEAD, ROWS, SHARES, SUMS, add_sums_16, columns_refused, flat_operands, operands_of, row_chunk, row_items
+from pyggml.ops.matmul.gemv import (
+    ROWS,
+    SHARES,
+    STREAM_AHEAD,
+    SUMS,
+    add_sums_16,
+    columns_refused,
+    flat_operands,
+    operands_of,
+    row_chunk,
+    row_items,
+    stream_items,
+    tile_layout,
+)
 from pyggml.ops.matmul.words import quantize, quantized
 from pyggml.quants.planes_cpu import BYTES, PLACES, PLANES, Planes
 from pyggml.quants.words_cpu import SUPER
@@ -72,8 +85,8 @@ def _add_products(b: Any, ir: Any, total: Any, numbers: Any, x: Any) -> Any:
 
 
 def _dots(b: Any, ir: Any, kind: Planes, operands: Any) -> None:
-    """Partial sums of 4 rows over n super-blocks, 16 of row r at dst + r * 64. Rows beyond the last are computed from the last one again."""
-    a, a_row, a_last, x, n, ahead, dst = operands
+    """Partial sums of 4 rows over n super-blocks, 16 of each. Rows beyond the last are computed from the last one again."""
+    a, a_row, a_last, x, n, dst, dst_row = operands
     i32, i64, zero = ir.IntType(32), ir.IntType(64), int_constant(ir, 0)
     rows = [b.gep(a, [b.mul(a_row, b.select(b.icmp_signed("<", a_last, i64(r)), a_last, i64(r)))]) for r in range(ROWS)]
 
@@ -81,7 +94,7 @@ def _dots(b: Any, ir: Any, kind: Planes, operands: Any) -> None:
         here = [b.gep(p, [b.mul(i, i64(kind.nbytes))]) for p in rows]
         for p in here:
             for line in range(0, kind.nbytes, 64):
-                prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]))
+                prefetch(b, ir, b.gep(p, [i64(STREAM_AHEAD + line)]), 1)
         x_here = b.gep(x, [b.mul(i, i64(X_BYTES))])
         high, low = ([load(b, ir, b.gep(x_here, [i64(plane + BYTES * k)]), i32, LANES, 4) for k in range(4)] for plane in (0, X_LOW))
         sums_of_x, scale = load_floats(b, ir, b.gep(x_here, [i64(X_SUMS)])), splat_at(b, ir, x_here, X_SCALE, ir.FloatType())
@@ -98,7 +111,7 @@ def _dots(b: Any, ir: Any, kind: Planes, operands: Any) -> None:
         return acc
 
     for r, v in enumerate(loop(b, ir, n, [float_constant(ir, 0.0)] * ROWS, turn)):
-        store_floats(b, b.gep(dst, [i64(64 * r)]), v)
+        store_floats(b, b.gep(dst, [b.mul(dst_row, i64(r))]), v)
 
 
 def _tile(name: str, kind: Planes) -> Intrinsic:
@@ -106,11 +119,11 @@ def _tile(name: str, kind: Planes) -> Intrinsic:
         _dots(b, ir, kind, operands)
 
     build.__name__ = f"planes_{name}"
-    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, ptr)", build)
+    return Intrinsic("void(ptr, i64, i64, ptr, i64, ptr, i64)", build)
 
 
 TILES: dict[str, Intrinsic] = {t: _tile(t, k) for t, k in PLANES.items()}
-"""The tile of a type: (a, bytes of a row, last row, x, super-blocks, bytes to prefetch ahead, dst)."""
+"""The tile of a type: (a, bytes to the next row, last row, x, super-blocks, dst, bytes to the next row's)."""
 
 
 # The kernel
@@ -127,30 +140,33 @@ def _not_planes(node: Node) -> str | None:
 
 
 @helper
-def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _n: Any, _ahead: Any, _dst: Any) -> None:
+def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _n: Any, _dst: Any, _dst_row: Any) -> None:
     """A tile; bound to the type's."""
 
 
 def mul_mat_planes(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, partial sums of 16 rows."""
-    n_mb, tile = (a.ne1 + LANES - 1) // LANES, ROWS * a.nb1
-    ahead = (AHEAD + tile - 1) // tile * tile
-    sums = at(scratch, LANES * 4)
-    for item in range(i0, i1):
+    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, partial sums of 16 rows of each stream."""
+    n_mb, sums, item = (a.ne1 + LANES - 1) // LANES, at(scratch, LANES * 4), i0
+    while item < i1:
         batch, m0 = item // n_mb, item % n_mb * LANES
         i2, i3, m = batch % out.ne2, batch // out.ne2, min(LANES, a.ne1 - m0)
-        a_p, x_p = at(matrix_address(a, out, i2, i3), m0 * a.nb1), matrix_address(x, out, i2, i3)
-        o = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
-        for r in range(0, m, ROWS):
-            dots(at(a_p, r * a.nb1), a.nb1, min(ROWS, m - r) - 1, x_p, a.ne0 // SUPER, ahead, at(sums, r * LANES * 4))
-        if m == LANES:
-            add_sums_16(o, sums, 1)
-        else:
-            add_sums_16(scratch, sums, 1)
-            copy_bytes(o, scratch, m * 4)
+        n = stream_items(item % n_mb, i1 - item, a.ne1)
+        streams, between, step, sums_row = tile_layout(n)
+        x_p = matrix_address(x, out, i2, i3)
+        for q in range(max(n, 1)):
+            a_p, o_p = at(matrix_address(a, out, i2, i3), (m0 + q * LANES) * a.nb1), at(out.p, (m0 + q * LANES) * 4 + i2 * out.nb2 + i3 * out.nb3)
+            for r in range(0, m, between):
+                last = ROWS - 1 if n > 0 else min(ROWS, m - r) - 1
+                dots(at(a_p, r * a.nb1), step * a.nb1, last, x_p, a.ne0 // SUPER, at(sums, r * LANES * 4), sums_row)
+            for s in range(streams):
+                o = at(o_p, s * step * 4)
+                add_sums_16(o if m == LANES else scratch, at(sums, s * SUMS), 1)
+                if m < LANES:
+                    copy_bytes(o, scratch, m * 4)
+        item += max(n * ROWS, 1)
 
 
 OPTIONS: dict[str, Any] = {
     "when": _not_planes, "rounds": True, "needs": {"avx512bw", "avx512vnni"}, "operands": flat_operands, "items": row_items, "chunk": row_chunk,
     "shares": lambda _: SHARES, "before": lambda node: quantized(flat_operands(node)[2], QUANTIZERS[PLANES[operands_of(node)[0].dtype.name].group], X_BYTES),
-    "bind": lambda node: {"dots": TILES[operands_of(node)[0].dtype.name]}, "scratch": lambda _: LANES * 4 + SUMS}
+    "bind": lambda node: {"dots": TILES[operands_of(node)[0].dtype.name]}, "scratch": lambda _: LANES * 4 + ROWS * SUMS}

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pyggml.cpu.rows import matrix_address
 from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper, intrinsic, zero_bytes
 from pyggml.cpu.vector import (
     LANES,
@@ -38,14 +39,18 @@ from pyggml.ops.matmul.gemv import (
     MAX_COLS,
     ROWS,
     SHARES,
+    STREAM_AHEAD,
     SUMS,
     add_sums_16,
     columns_refused,
     flat_operands,
     operands_of,
+    prefetch_level,
     row_chunk,
     row_items,
+    stream_items,
     tile_columns,
+    tile_layout,
 )
 from pyggml.quants.words_cpu import OFFSETS, SUPER, UNPACKED, WORDS, Words
 from pyggml.registry import Prepared
@@ -157,7 +162,7 @@ def _rows_at_once(cols: int) -> int:
 
 def _dots(b: Any, ir: Any, kind: Words, cols: int, operands: Any) -> None:
     """Partial sums of 4 rows x cols columns as gemv's tiles have them, over n_whole super-blocks and n_left blocks of 32 more."""
-    a, a_row, a_last, x, x_col, n_whole, n_left, ahead, dst, scratch = operands
+    a, a_row, a_last, x, x_col, n_whole, n_left, ahead, dst, dst_row, scratch = operands
     i64, zero = ir.IntType(64), float_constant(ir, 0.0)
     per_block = kind.nbytes // 8
     x_cols = [b.gep(x, [b.mul(x_col, i64(c))]) for c in range(cols)]
@@ -215,7 +220,7 @@ def _dots(b: Any, ir: Any, kind: Words, cols: int, operands: Any) -> None:
             here = [b.gep(p, [b.mul(i, i64(kind.nbytes))]) for p in rows]
             for p in here:
                 for line in range(0, kind.nbytes, 64):
-                    prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]))
+                    prefetch(b, ir, b.gep(p, [b.add(ahead, i64(line))]), prefetch_level(cols))
             following = b.add(i, i64(1))
             unpack(b.select(b.icmp_signed("<", following, n_whole), following, i))
             return products([blocks(p) for p in here], slots(i), [b.gep(p, [b.mul(i, i64(X_BYTES))]) for p in x_cols], acc)
@@ -232,7 +237,7 @@ def _dots(b: Any, ir: Any, kind: Words, cols: int, operands: Any) -> None:
         if kind.blocks:
             sums = loop(b, ir, b.zext(b.icmp_signed(">", n_left, i64(0)), i64), sums, rest)
         for i, v in enumerate(sums):
-            store_floats(b, b.gep(dst, [i64(i % cols * SUMS + (r0 + i // cols) * 64)]), v)
+            store_floats(b, b.gep(dst, [b.add(i64(i % cols * ROWS * SUMS), b.mul(dst_row, i64(r0 + i // cols)))]), v)
 
 
 def _tile(name: str, kind: Words, cols: int) -> Intrinsic:
@@ -240,7 +245,7 @@ def _tile(name: str, kind: Words, cols: int) -> Intrinsic:
         _dots(b, ir, kind, cols, operands)
 
     build.__name__ = f"words_{name}_{cols}"
-    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, i64, ptr, ptr)", build)
+    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, i64, i64, ptr, i64, ptr)", build)
 
 
 TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, w, c) for t, w in WORDS.items() for c in range(1, MAX_COLS + 1)}
@@ -260,7 +265,8 @@ def _binds(node: Node) -> dict[str, Any]:
 
 
 @helper
-def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_whole: Any, _n_left: Any, _ahead: Any, _dst: Any, _scratch: Any) -> None:
+def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n_whole: Any, _n_left: Any, _ahead: Any, _dst: Any, _dst_row: Any,
+         _scratch: Any) -> None:
     """A tile; bound to the type's."""
 
 
@@ -268,31 +274,36 @@ COLS = 1  # bound
 
 
 def _scratch(_: Node) -> int:
-    return LANES * 4 + 2 * ROWS * UNPACKED + MAX_COLS * SUMS
+    return LANES * 4 + 2 * ROWS * UNPACKED + MAX_COLS * ROWS * SUMS
 
 
 def mul_mat_words(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, what is unpacked, partial sums of COLS columns x 16 rows."""
-    n_mb, tile = (a.ne1 + LANES - 1) // LANES, ROWS * a.nb1
-    ahead = (AHEAD + tile - 1) // tile * tile
+    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, what is unpacked, partial sums of COLS columns x 16 rows of each stream."""
+    n_mb, tile, item = (a.ne1 + LANES - 1) // LANES, ROWS * a.nb1, i0
+    ahead = STREAM_AHEAD if COLS == 1 else (AHEAD + tile - 1) // tile * tile
     unpacked, sums = at(scratch, LANES * 4), at(scratch, LANES * 4 + 2 * ROWS * UNPACKED)
     n_whole, n_left = a.ne0 // SUPER, a.ne0 % SUPER // 32
-    for item in range(i0, i1):
+    while item < i1:
         batch, m0 = item // n_mb, item % n_mb * LANES
         i2, i3, m = batch % out.ne2, batch // out.ne2, min(LANES, a.ne1 - m0)
-        a_p = at(a.p, m0 * a.nb1 + i2 // (out.ne2 // a.ne2) * a.nb2 + i3 // (out.ne3 // a.ne3) * a.nb3)
-        x_p = at(x.p, i2 // (out.ne2 // x.ne2) * x.nb2 + i3 // (out.ne3 // x.ne3) * x.nb3)
-        o_p = at(out.p, m0 * 4 + i2 * out.nb2 + i3 * out.nb3)
-        for j in range(0, x.ne1, COLS):
-            first = min(j, x.ne1 - COLS)  # the last tile may compute columns again: they come out the same
-            for r in range(0, m, ROWS):
-                dots(at(a_p, r * a.nb1), a.nb1, min(ROWS, m - r) - 1, at(x_p, first * x.nb1), x.nb1, n_whole, n_left, ahead,
-                     at(sums, r * LANES * 4), unpacked)
-            for c in range(COLS):
-                o = at(o_p, (first + c) * out.nb1)
-                add_sums_16(o if m == LANES else scratch, at(sums, c * SUMS), 1)
-                if m < LANES:
-                    copy_bytes(o, scratch, m * 4)
+        n = stream_items(item % n_mb, i1 - item, a.ne1) if COLS == 1 else 0
+        streams, between, step, sums_row = tile_layout(n)
+        x_p = matrix_address(x, out, i2, i3)
+        for q in range(max(n, 1)):
+            a_p, o_p = at(matrix_address(a, out, i2, i3), (m0 + q * LANES) * a.nb1), at(out.p, (m0 + q * LANES) * 4 + i2 * out.nb2 + i3 * out.nb3)
+            for j in range(0, x.ne1, COLS):
+                first = min(j, x.ne1 - COLS)  # the last tile may compute columns again: they come out the same
+                for r in range(0, m, between):
+                    last = ROWS - 1 if n > 0 else min(ROWS, m - r) - 1
+                    dots(at(a_p, r * a.nb1), step * a.nb1, last, at(x_p, first * x.nb1), x.nb1, n_whole, n_left, ahead,
+                         at(sums, r * LANES * 4), sums_row, unpacked)
+                for c in range(COLS):
+                    for s in range(streams):
+                        o = at(o_p, (first + c) * out.nb1 + s * step * 4)
+                        add_sums_16(o if m == LANES else scratch, at(sums, (c * ROWS + s) * SUMS), 1)
+                        if m < LANES:
+                            copy_bytes(o, scratch, m * 4)
+        item += max(n * ROWS, 1)
 
 
 OPTIONS: dict[str, Any] = {"when": _not_words, "rounds": True, "operands": flat_operands, "items": row_items, "chunk": row_chunk, "shares": lambda _: SHARES,
