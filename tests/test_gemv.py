@@ -17,6 +17,7 @@ from pyggml.ops.matmul.defs import mul_mat
 from pyggml.ops.matmul.gemv import MAX_N
 from pyggml.ops.matmul.lanes import FEW
 from pyggml.quants import WEIGHT_TYPES, dequantize
+from pyggml.quants.planes_cpu import PLANES
 from pyggml.quants.units_cpu import UNITS
 from pyggml.quants.words_cpu import WORDS
 from pyggml.tensor import Tensor, encode
@@ -34,6 +35,13 @@ def kernel_for(prec: str, level: str) -> str:
     if prec == "f32":
         return "mul_mat_few"
     return "mul_mat_lanes" if "avx512bw" in level_features(level) else "mul_mat_words"
+
+
+def kernel_of_one(prec: str, name: str, level: str) -> str:
+    """The kernel that a single column is to run on."""
+    if prec == "f32":
+        return "mul_mat_few"
+    return "mul_mat_planes" if name in PLANES and level_features(level) >= {"avx512bw", "avx512vnni"} else "mul_mat_words"
 
 
 def weights(name: str, k: int, m: int, n_batch: int = 1) -> tuple[Tensor, np.ndarray]:
@@ -70,7 +78,7 @@ def test_every_number_of_columns(prec: str, name: str, limit: float, level: str)
     counts = [n for n in counts if n <= most]
     if kernel == "mul_mat_lanes":
         alone, counts = counts[0], [2, *counts[1:]]
-        got = products(open_backend("cpu", threads=2, prec=prec, level=level), a, x, [alone], "mul_mat_words")
+        got = products(open_backend("cpu", threads=2, prec=prec, level=level), a, x, [alone], kernel_of_one(prec, name, level))
         assert nmse(got[0], x[:, :1].astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
     got = products(open_backend("cpu", threads=2, poison=True, prec=prec, level=level), a, x, counts, kernel)
     n = counts[-1]
@@ -78,6 +86,16 @@ def test_every_number_of_columns(prec: str, name: str, limit: float, level: str)
     assert all(np.array_equal(g, got[-1][:, :c]) for g, c in zip(got, counts, strict=True))
     for threads in (1, 7):
         assert np.array_equal(products(open_backend("cpu", threads=threads, prec=prec, level=level), a, x, [4], kernel)[0], got[-1][:, :4])
+
+
+@pytest.mark.parametrize(("prec", "name", "limit", "level"), [(*kind, level) for kind in KINDS for level in sorted({"avx2", host_level()} & {*LEVELS_HERE})])
+def test_one_column_in_streams(prec: str, name: str, limit: float, level: str) -> None:
+    """More whole items than streams take, and rows that fill none: each has its place, with the same bits wherever threads begin."""
+    a, wide = weights(name, 512, 16 * 11 + 5, 2)
+    x = np.random.default_rng(6).uniform(-1, 1, (2, 1, 512)).astype(np.float32)
+    got = [products(open_backend("cpu", threads=n, poison=True, prec=prec, level=level), a, x, [1], kernel_of_one(prec, name, level))[0] for n in (1, 2, 7)]
+    assert nmse(got[0], x.astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
+    assert all(np.array_equal(got[0], g) for g in got)
 
 
 @pytest.mark.parametrize("n_rows", [5, 19])
@@ -125,22 +143,41 @@ def test_batches_of_b_are_columns_of_one_product(name: str) -> None:
     assert np.array_equal(pg.compute(strided, {gaps: values}, threads=2).reshape(got.shape), got)
 
 
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("level", LEVELS_HERE)
-def test_largest_numbers_do_not_overflow(level: str) -> None:
-    """q6_K: numbers of -32, scales of -128 and equal activations reach 4096 x 32767 x 16, just below 2^31. q8_0: numbers of -128."""
-    block = np.zeros(210, np.uint8)
-    block[192:208] = 128
-    block[208:210] = np.array([2.0 ** -12], "<f2").view(np.uint8)
+def test_largest_numbers_do_not_overflow(level: str, n: int) -> None:
+    """q6_K: numbers of -32, scales of -128 and equal activations reach 4096 x 32767 x 16, just below 2^31, and numbers of 31 are the largest
+    without a sign; likewise 15 and 31 of q4_K and q5_K. q8_0: numbers of -128."""
+    least, most = np.zeros(210, np.uint8), np.full(210, 255, np.uint8)
+    for block in least, most:
+        block[192:208] = 128
+        block[208:210] = np.array([2.0 ** -12], "<f2").view(np.uint8)
     bytes_ = np.full(34, 128, np.uint8)
     bytes_[:2] = np.array([-2.0 ** -7], "<f2").view(np.uint8)
-    for name, one, per in (("q6_K", block, 256), ("q8_0", bytes_, 32)):
+    q4, q5 = np.full(144, 255, np.uint8), np.full(176, 255, np.uint8)  # scales and mins of 63
+    for block in q4, q5:
+        block[:4] = np.array([2.0 ** -6, 0], "<f2").view(np.uint8)
+    for name, one, per, value in (("q6_K", least, 256, 1), ("q6_K", most, 256, -31 / 32), ("q8_0", bytes_, 32, 1), ("q4_K", q4, 256, 15 * 63 / 64),
+                                  ("q5_K", q5, 256, 31 * 63 / 64)):
         a = pg.raw_tensor(np.tile(one, 16 * 512 // per), dtype(name), (512, 16), "a")
         for sign in (1, -1):
-            x = pg.tensor([512, 2], "f32", name="x")
+            x = pg.tensor([512, n], "f32", name="x")
             runner = open_backend("cpu", threads=1, level=level).compile(Graph([y := mul_mat(a, x)]))
-            runner.set(x, np.full((2, 512), sign, np.float32))
+            runner.set(x, np.full((n, 512), sign, np.float32))
             runner.run()
-            assert np.allclose(runner.get(y), sign * 512.0, rtol=1e-6)
+            assert np.allclose(runner.get(y), sign * 512.0 * value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_column_that_is_no_number_or_tiny(name: str) -> None:
+    a, wide = weights(name, 512, 21)
+    for value in (np.inf, -np.inf, np.nan):
+        x = np.random.default_rng(7).uniform(-1, 1, (1, 512)).astype(np.float32)
+        x[0, 300] = value
+        assert not np.isfinite(pg.compute(mul_mat(a, pg.tensor(x)), {}, threads=1)).any()
+    tiny = np.random.default_rng(8).uniform(-1e-37, 1e-37, (1, 512)).astype(np.float32)
+    assert np.abs(pg.compute(mul_mat(a, pg.tensor(tiny)), {}, threads=1)).max() <= 2e-37 * np.abs(wide[0]).sum()
+    assert not pg.compute(mul_mat(a, pg.tensor(np.zeros((1, 512), np.float32))), {}, threads=1).any()
 
 
 @pytest.mark.parametrize("n_rows", [15, 16])
