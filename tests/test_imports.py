@@ -20,8 +20,8 @@ LAYERS = {
     "graph": ["graph"],
     "plan": ["plan"],
     "simd": ["cpu", "cpu.level", "cpu.simd", "cpu.mathf", "cpu.vector", "cpu.rows", "cpu.tiles", "cpu.blocks"],  # instruction sets and intrinsics
-    "kernels": ["ops.*.cpu", "ops.*.cuda", "ops.matmul.gemv", "ops.matmul.lanes", "ops.matmul.panels", "ops.matmul.small", "ops.matmul.words",
-                "ops.attention.flash", "ops.ssd.operands", "quants.cpu", "quants.*_cpu"],
+    "kernels": ["ops.*.cpu", "ops.*.cuda", "ops.matmul.gemv", "ops.matmul.lanes", "ops.matmul.panels", "ops.matmul.planes", "ops.matmul.small",
+                "ops.matmul.words", "ops.attention.flash", "ops.ssd.operands", "quants.cpu", "quants.*_cpu"],
     "backends": ["backends", "backends.*", "cpu", "cpu.*"],
     "gguf": ["gguf", "gguf.*"],
     "runtime": ["runtime", "runtime.*"],

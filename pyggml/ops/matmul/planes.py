@@ -98,17 +98,16 @@ def _dots(b: Any, ir: Any, kind: Planes, operands: Any) -> None:
         x_here = b.gep(x, [b.mul(i, i64(X_BYTES))])
         high, low = ([load(b, ir, b.gep(x_here, [i64(plane + BYTES * k)]), i32, LANES, 4) for k in range(4)] for plane in (0, X_LOW))
         sums_of_x, scale = load_floats(b, ir, b.gep(x_here, [i64(X_SUMS)])), splat_at(b, ir, x_here, X_SCALE, ir.FloatType())
-        for r, (p, factors) in enumerate(zip(here, kind.factors(b, ir, here), strict=True)):
-            v = b.fmul(factors, sums_of_x)
-            for k, (pair, lanes) in enumerate(zip(kind.numbers(b, ir, p), kind.lanes, strict=True)):
-                t = zero
-                for plane in (high, low):
-                    t = b.shl(t, int_constant(ir, 8)) if plane is low else t
-                    for q, xv in zip(pair, plane[2 * k:2 * k + 2], strict=True):
-                        t = _add_products(b, ir, t, q, xv)
-                v = multiply_add(b, ir, b.sitofp(t, v.type), shuffle(b, ir, factors, factors, lanes), v)
-            acc[r] = multiply_add(b, ir, v, scale, acc[r])
-        return acc
+        factors, numbers = kind.factors(b, ir, here), [kind.numbers(b, ir, p) for p in here]
+        v = [b.fmul(f, sums_of_x) for f in factors]
+        for k, lanes in enumerate(kind.lanes):
+            t = [zero] * ROWS  # of all rows side by side: what waits for earlier products does not fill the CPU's queues
+            for plane in (high, low):
+                t = [b.shl(s, int_constant(ir, 8)) for s in t] if plane is low else t
+                for i_q, xv in enumerate(plane[2 * k:2 * k + 2]):
+                    t = [_add_products(b, ir, s, pairs[k][i_q], xv) for s, pairs in zip(t, numbers, strict=True)]
+            v = [multiply_add(b, ir, b.sitofp(s, f.type), shuffle(b, ir, f, f, lanes), w) for s, w, f in zip(t, v, factors, strict=True)]
+        return [multiply_add(b, ir, w, scale, s) for w, s in zip(v, acc, strict=True)]
 
     for r, v in enumerate(loop(b, ir, n, [float_constant(ir, 0.0)] * ROWS, turn)):
         store_floats(b, b.gep(dst, [b.mul(dst_row, i64(r))]), v)
