@@ -1,8 +1,8 @@
 """Super-blocks of q4_K, q5_K and q6_K as unsigned bytes in registers, for products with activations of two planes of signed bytes.
 
-Four vectors of 64 numbers make a super-block: two of low nibbles, then two of high ones. They are put together so that in both vectors of a
-pair a lane of four bytes belongs to the same group of weights: whole sums of a pair take one multiplication by a vector of scales. With
-those a row is w = S q + M (M for q6_K: -32 S), and all that is unpacked stays in registers, for four rows at a time.
+A weight is S q + M with S and M of its group (q6_K: M = -32 S). A super-block is four vectors of 64 numbers q, a pair of low nibbles and a
+pair of high ones. In both vectors of a pair a lane of four bytes belongs to the same group, so that whole sums over a pair take one
+multiplication by a vector of S. What is unpacked stays in registers, of four rows at a time.
 """
 
 from __future__ import annotations
@@ -28,19 +28,15 @@ class Planes(NamedTuple):
     nbytes: int
     numbers: Callable[[Any, Any, Any], list[list[Any]]]
     factors: Callable[[Any, Any, list[Any]], list[Any]]
-    lanes: tuple[Sequence[int], Sequence[int]]
+    lanes: Sequence[Sequence[int]]
 
 
 def _bytes(ir: Any, v: int) -> Any:
     return ir.Constant(ir.VectorType(ir.IntType(8), BYTES), [v] * BYTES)
 
 
-def _high_nibbles(b: Any, ir: Any, v: Any) -> Any:
-    return b.lshr(v, _bytes(ir, 4))
-
-
 def _nibble_pairs(b: Any, ir: Any, vectors: list[Any]) -> list[list[Any]]:
-    return [[b.and_(v, _bytes(ir, 15)) for v in vectors], [_high_nibbles(b, ir, v) for v in vectors]]
+    return [[b.and_(v, _bytes(ir, 15)) for v in vectors], [b.lshr(v, _bytes(ir, 4)) for v in vectors]]
 
 
 def _with_bits(b: Any, ir: Any, q: Any, high: Any, turn: Sequence[int], mask: int) -> Any:
@@ -103,10 +99,11 @@ def _k4_factors(b: Any, ir: Any, rows: list[Any]) -> list[Any]:
 
 
 def _q6_K(b: Any, ir: Any, p: Any) -> list[list[Any]]:
-    halves = [load_bytes(b, ir, at_byte(b, ir, p, BYTES * k), BYTES) for k in (0, 1)]
-    packed = load_bytes(b, ir, at_byte(b, ir, p, 2 * BYTES), BYTES)
-    pairs = _nibble_pairs(b, ir, [shuffle(b, ir, *halves, [64 * h + 16 * c + 8 * s + i for c in range(4) for h in (0, 1) for i in range(8)]) for s in (0, 1)])
-    highs = [shuffle(b, ir, packed, packed, [32 * h + 16 * (c % 2) + 8 * s + i for c in range(4) for h in (0, 1) for i in range(8)]) for s in (0, 1)]
+    first, second, packed = (load_bytes(b, ir, at_byte(b, ir, p, BYTES * k), BYTES) for k in range(3))
+    eights = [[64 * h + 16 * c + 8 * s + i for c in range(4) for h in (0, 1) for i in range(8)] for s in (0, 1)]  # of each 16, from both
+    of_packed = [[32 * h + 16 * (c % 2) + 8 * s + i for c in range(4) for h in (0, 1) for i in range(8)] for s in (0, 1)]
+    pairs = _nibble_pairs(b, ir, [shuffle(b, ir, first, second, lanes) for lanes in eights])
+    highs = [shuffle(b, ir, packed, packed, lanes) for lanes in of_packed]
     return [[_with_bits(b, ir, q, high, [4 - 4 * g - 2 * (i // 8) for i in range(LANES)], 0x30) for q, high in zip(pair, highs, strict=True)]
             for g, pair in enumerate(pairs)]
 
@@ -115,11 +112,11 @@ def _q6_factors(b: Any, ir: Any, rows: list[Any]) -> list[Any]:
     return [b.fmul(int_floats(b, ir, byte_ints(b, ir, p, 192, signed=True)), half_splat(b, ir, p, 208)) for p in rows]
 
 
-_PAIRS_OF_32 = [[4 * (i // 4) + 2 * g for i in range(LANES)] for g in (0, 1)]
-_PAIRS_OF_16 = [[8 * (i // 2 % 2) + 4 * g + i // 4 for i in range(LANES)] for g in (0, 1)]
+_LANES_OF_32 = tuple([4 * (i // 4) + 2 * g for i in range(LANES)] for g in (0, 1))
+_LANES_OF_16 = tuple([8 * (i // 2 % 2) + 4 * g + i // 4 for i in range(LANES)] for g in (0, 1))
 
 PLANES: dict[str, Planes] = {
-    "q4_K": Planes(32, 144, _q4_K, _k4_factors, (_PAIRS_OF_32[0], _PAIRS_OF_32[1])),
-    "q5_K": Planes(32, 176, _q5_K, _k4_factors, (_PAIRS_OF_32[0], _PAIRS_OF_32[1])),
-    "q6_K": Planes(16, 210, _q6_K, _q6_factors, (_PAIRS_OF_16[0], _PAIRS_OF_16[1])),
+    "q4_K": Planes(32, 144, _q4_K, _k4_factors, _LANES_OF_32),
+    "q5_K": Planes(32, 176, _q5_K, _k4_factors, _LANES_OF_32),
+    "q6_K": Planes(16, 210, _q6_K, _q6_factors, _LANES_OF_16),
 }

@@ -1,8 +1,9 @@
 """MUL_MAT of few columns (1 to 32 tokens): weights are read once, from where they lie, made float32 in registers and multiplied with
 up to 4 columns while they are there.
 
-An item is 16 rows of one batch, computed in tiles of 4 rows. Dot products are summed as `mul_mat` sums them, 16 partial sums for each
-K_BLOCK of k, so that they have the same bits: they depend on their two rows alone.
+An item is 16 rows of one batch, computed in tiles of 4 rows. For one column, which takes as long as memory does, a tile has a row of
+each of four items, which lie far from each other. Dot products are summed as `mul_mat` sums them, 16 partial sums for each K_BLOCK of k, so
+that they have the same bits: they depend on their two rows alone.
 """
 
 from __future__ import annotations
