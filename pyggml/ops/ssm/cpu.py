@@ -37,7 +37,8 @@ CHANNELS, TIMES = 64, 64  # of an SSM_CONV item
 ABREAST, AT_ONCE = 256, 8  # channels of an item where they are innermost, and times of it that they go through together
 TIME_ROW = (TIMES + 16) * 4  # bytes of a channel's times in scratch: no power of two, whose rows would share cache sets
 TOKENS = 16  # of a block of SSM_SCAN
-D_STATE, IN_PLACE, POOL = 16, True, False  # bound to the node's: a constant row size makes the rows' offsets part of the instructions
+STRETCH = 128 << 10  # bytes of states of one sequence, of several, that a thread takes on end
+D_STATE, IN_PLACE, POOL, HEADS = 16, True, False, 1  # bound to the node's: a constant row size makes the rows' offsets part of the instructions
 
 
 # SSM_CONV
@@ -267,10 +268,17 @@ def _writes_pool(node: Node) -> bool:
     return node.outputs[1] is node.src[0]
 
 
+def _together(node: Node) -> int:
+    """Heads of a sequence that are taken one after the other before the next sequence's: memory is slow where a thread goes back and forth between rows."""
+    d_state, head_dim, n_head, _ = node.outputs[1].ne
+    return max(1, min(STRETCH // (4 * d_state * head_dim), n_head // 8))
+
+
 def _scan_chunk(node: Node) -> int:
     d_state, head_dim, _, _ = node.outputs[1].ne
-    chunk, n_seqs = max(1, 16384 // (d_state * head_dim * node.out.ne[2])), node.out.ne[3]
-    return -(-chunk // n_seqs) * n_seqs if _writes_pool(node) else chunk  # a thread takes all sequences of a head: two may name one row
+    if _writes_pool(node):
+        return _together(node) * node.out.ne[3]  # a thread takes all sequences of a head: two may name one row
+    return max(1, 16384 // (d_state * head_dim * node.out.ne[2]))
 
 
 def _scan_scratch(node: Node) -> int:
@@ -282,7 +290,7 @@ def _scan_binds(node: Node) -> dict[str, Any]:
     s, _, _, _, b, c, _ = node.src
     assert s is not None and b is not None and c is not None
     whole = s.ne[0] % LANES == 0 and s.ne[1] % LANES == 0 and s.nb[:2] == (4, 4 * s.ne[0])
-    return {"POOL": _writes_pool(node), "D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4,
+    return {"POOL": _writes_pool(node), "HEADS": _together(node), "D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4,
             "scan_16_rows": scan_padded if s.ne[0] % LANES else scan_once if node.out.ne[2] == 1 else scan_whole}
 
 
@@ -336,7 +344,9 @@ def ssm_scan_heads(y: Any, state: Any, s: Any, x: Any, dt: Any, a: Any, b: Any, 
     bt = at(yt, 4 * TOKENS * head_dim)
     ct, padded = at(bt, 4 * D_STATE), at(bt, 8 * D_STATE)
     for item in range(i0, i1):
-        seq, head = (item % ids.ne0, item // ids.ne0) if POOL else (item // s.ne2, item % s.ne2)
+        first = item // (HEADS * ids.ne0) * HEADS if POOL else 0
+        n_heads, rest = min(HEADS, s.ne2 - first) if POOL else s.ne2, item - first * ids.ne0
+        seq, head = rest // n_heads, first + rest % n_heads
         row = ld_i32(at(ids.p, seq * ids.nb0), 0)
         if row < 0 or row >= s.ne3:
             bad_index(status, row, s.ne3)
