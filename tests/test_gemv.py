@@ -16,6 +16,7 @@ from pyggml.graph import Graph
 from pyggml.ops.matmul.defs import mul_mat
 from pyggml.ops.matmul.gemv import MAX_N
 from pyggml.ops.matmul.lanes import FEW
+from pyggml.ops.matmul.planes import MOST_COLUMNS
 from pyggml.quants import WEIGHT_TYPES, dequantize
 from pyggml.quants.planes_cpu import PLANES
 from pyggml.quants.units_cpu import UNITS
@@ -30,18 +31,14 @@ LOWER = [v for v in ("portable", "avx2") if LEVELS.index(v) < LEVELS.index(host_
 ON_THE_WAY = {"quantize_columns"}
 
 
-def kernel_for(prec: str, level: str) -> str:
-    """The kernel that 2 and more columns are to run on."""
+def kernel_for(prec: str, name: str, level: str, n: int) -> str:
+    """The kernel that n columns are to run on."""
     if prec == "f32":
         return "mul_mat_few"
-    return "mul_mat_lanes" if "avx512bw" in level_features(level) else "mul_mat_words"
-
-
-def kernel_of_one(prec: str, name: str, level: str) -> str:
-    """The kernel that a single column is to run on."""
-    if prec == "f32":
-        return "mul_mat_few"
-    return "mul_mat_planes" if name in PLANES and level_features(level) >= {"avx512bw", "avx512vnni"} else "mul_mat_words"
+    features = level_features(level)
+    if name in PLANES and features >= {"avx512bw", "avx512vnni"} and n <= MOST_COLUMNS:
+        return "mul_mat_planes"
+    return "mul_mat_lanes" if "avx512bw" in features and n > 1 else "mul_mat_words"
 
 
 def weights(name: str, k: int, m: int, n_batch: int = 1) -> tuple[Tensor, np.ndarray]:
@@ -72,20 +69,19 @@ def test_every_number_of_columns(prec: str, name: str, limit: float, level: str)
     """Rows that fill no item, two batches; a column is the same whatever the others and the threads are."""
     a, wide = weights(name, 800 if dtype(name).block < 256 else 1280, 37, 2)
     x = np.random.default_rng(1).uniform(-1, 1, (2, MAX_N, a.ne[0])).astype(np.float32)
-    kernel = kernel_for(prec, level)
     most = FEW if "amx-bf16" in level_features(level) and (prec == "auto" or name in ("f16", "bf16")) else MAX_N  # beyond: products in bfloat16
-    counts = [*range(1, 18), 24, MAX_N] if name in ("q8_0", "q4_K") and level == host_level() else [1, 4, most]
-    counts = [n for n in counts if n <= most]
-    if kernel == "mul_mat_lanes":
-        alone, counts = counts[0], [2, *counts[1:]]
-        got = products(open_backend("cpu", threads=2, prec=prec, level=level), a, x, [alone], kernel_of_one(prec, name, level))
-        assert nmse(got[0], x[:, :1].astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
-    got = products(open_backend("cpu", threads=2, poison=True, prec=prec, level=level), a, x, counts, kernel)
-    n = counts[-1]
-    assert nmse(got[-1], x[:, :n].astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
-    assert all(np.array_equal(g, got[-1][:, :c]) for g, c in zip(got, counts, strict=True))
-    for threads in (1, 7):
-        assert np.array_equal(products(open_backend("cpu", threads=threads, prec=prec, level=level), a, x, [4], kernel)[0], got[-1][:, :4])
+    counts = [*range(1, 18), 24, MAX_N] if name in ("q8_0", "q4_K") and level == host_level() else [1, 2, 4, 5, most]
+    by_kernel: dict[str, list[int]] = {}
+    for n in counts:
+        if n <= most:
+            by_kernel.setdefault(kernel_for(prec, name, level, n), []).append(n)
+    for kernel, counts in by_kernel.items():
+        got = products(open_backend("cpu", threads=2, poison=True, prec=prec, level=level), a, x, counts, kernel)
+        n = counts[-1]
+        assert nmse(got[-1], x[:, :n].astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
+        assert all(np.array_equal(g, got[-1][:, :c]) for g, c in zip(got, counts, strict=True))
+        for threads in (1, 7):
+            assert np.array_equal(products(open_backend("cpu", threads=threads, prec=prec, level=level), a, x, counts[:1], kernel)[0], got[0])
 
 
 @pytest.mark.parametrize(("prec", "name", "limit", "level"), [(*kind, level) for kind in KINDS for level in sorted({"avx2", host_level()} & {*LEVELS_HERE})])
@@ -93,7 +89,7 @@ def test_one_column_in_streams(prec: str, name: str, limit: float, level: str) -
     """More whole items than streams take, and rows that fill none: each has its place, with the same bits wherever threads begin."""
     a, wide = weights(name, 512, 16 * 11 + 5, 2)
     x = np.random.default_rng(6).uniform(-1, 1, (2, 1, 512)).astype(np.float32)
-    got = [products(open_backend("cpu", threads=n, poison=True, prec=prec, level=level), a, x, [1], kernel_of_one(prec, name, level))[0] for n in (1, 2, 7)]
+    got = [products(open_backend("cpu", threads=n, poison=True, prec=prec, level=level), a, x, [1], kernel_for(prec, name, level, 1))[0] for n in (1, 2, 7)]
     assert nmse(got[0], x.astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
     assert all(np.array_equal(got[0], g) for g in got)
 
@@ -106,7 +102,7 @@ def test_short_rows(prec: str, name: str, limit: float, n_rows: int) -> None:
     for k in (block, 3 * block, 9 * block):
         a, wide = weights(name, k, n_rows)
         x = np.random.default_rng(2).uniform(-1, 1, (1, 4, k)).astype(np.float32)
-        got = products(open_backend("cpu", threads=1, prec=prec), a, x, [4], kernel_for(prec, host_level()))[0]
+        got = products(open_backend("cpu", threads=1, prec=prec), a, x, [4], kernel_for(prec, name, host_level(), 4))[0]
         assert nmse(got, x.astype(np.float64) @ wide.transpose(0, 2, 1)) <= limit
 
 
@@ -117,7 +113,7 @@ def test_lower_levels_give_the_same_values(level: str, prec: str) -> None:
     x = np.random.default_rng(3).uniform(-1, 1, (2, 768)).astype(np.float32)
     outs = [mul_mat(a, pg.tensor(x)) for a, _, _ in kinds]
     runner = open_backend("cpu", threads=2, level=level, prec=prec).compile(Graph(outs))
-    assert {s.kernel_name for s in runner.plan.steps} - ON_THE_WAY == {kernel_for(prec, level)}
+    assert {s.kernel_name for s in runner.plan.steps} - ON_THE_WAY == {kernel_for(prec, name, level, 2) for p, name, _ in KINDS if p == prec}
     runner.run()
     for y, (_, wide, limit) in zip(outs, kinds, strict=True):
         assert nmse(runner.get(y)[0, 0], x.astype(np.float64) @ wide[0].T) <= limit

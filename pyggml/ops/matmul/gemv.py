@@ -199,9 +199,9 @@ def row_chunk(node: Node) -> int:
     return CHUNK_BYTES // (LANES * a.dtype.row_bytes(a.ne[0]))
 
 
-def tile_columns(node: Node) -> int:
+def tile_columns(node: Node, most: int = MAX_N) -> int:
     """Columns of a tile: of as few tiles as possible, all alike."""
-    out = flat_operands(node)[0]
+    out = flat_operands(node, most)[0]
     assert out is not None
     return -(-out.ne[1] // -(-out.ne[1] // MAX_COLS))
 

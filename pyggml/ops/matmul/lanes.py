@@ -187,7 +187,7 @@ def _not_lanes(node: Node) -> str | None:
         return f"a is {a.dtype.name}"
     x = _flat(node)[2]
     if x is not None and x.ne[1] == 1:
-        return "one column, for which the kernel of a few rows at a time reads memory faster"
+        return "one column, for which kernels of a few rows at a time read memory faster"
     return columns_refused(node, most_columns())
 
 

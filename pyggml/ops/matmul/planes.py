@@ -1,7 +1,7 @@
-"""MUL_MAT of one column with super-blocks of weights in whole numbers, where the CPU multiplies four bytes by four bytes into a lane
+"""MUL_MAT of few columns with super-blocks of weights in whole numbers, where the CPU multiplies four bytes by four bytes into a lane
 (pyggml.quants.planes_cpu): weights need no widening, and 64 of them cost two such products.
 
-The column is rounded as pyggml.ops.matmul.words has it, x = sx q for each 256 values, with |q| <= 127 * 257: q = 256 h + l with signed bytes
+A column is rounded as pyggml.ops.matmul.words has it, x = sx q for each 256 values, with |q| <= 127 * 257: q = 256 h + l with signed bytes
 h and l. A block of X_BYTES holds 256 h and 256 l, both in the order of the type's numbers; at X_SUMS sixteen float32 that go with the type's
 factors, the sums of q over each 16 times -32, or 0 and the negative sum over each 32 in turn; at X_SCALE sx.
 
@@ -16,6 +16,7 @@ from pyggml.cpu.rows import matrix_address
 from pyggml.cpu.simd import Intrinsic, at, copy_bytes, helper
 from pyggml.cpu.vector import LANES, float_constant, int_constant, load, load_floats, loop, multiply_add, prefetch, shuffle, splat_at, store_floats
 from pyggml.ops.matmul.gemv import (
+    MAX_COLS,
     ROWS,
     SHARES,
     STREAM_AHEAD,
@@ -27,15 +28,17 @@ from pyggml.ops.matmul.gemv import (
     row_chunk,
     row_items,
     stream_items,
+    tile_columns,
     tile_layout,
 )
 from pyggml.ops.matmul.words import quantize, quantized
 from pyggml.quants.planes_cpu import BYTES, PLACES, PLANES, Planes
 from pyggml.quants.words_cpu import SUPER
-from pyggml.tensor import Node
+from pyggml.tensor import Node, Tensor
 
 X_LOW, X_SUMS, X_SCALE, X_BYTES = 256, 512, 576, 640
 LARGEST = 127 * 257
+MOST_COLUMNS = MAX_COLS  # more: rows side by side (lanes.py) are as fast
 
 
 # The column
@@ -84,9 +87,9 @@ def _add_products(b: Any, ir: Any, total: Any, numbers: Any, x: Any) -> Any:
     return b.call(fn, [total, b.bitcast(numbers, total.type), x])
 
 
-def _dots(b: Any, ir: Any, kind: Planes, operands: Any) -> None:
-    """Partial sums of 4 rows over n super-blocks, 16 of each. Rows beyond the last are computed from the last one again."""
-    a, a_row, a_last, x, n, dst, dst_row = operands
+def _dots(b: Any, ir: Any, kind: Planes, cols: int, operands: Any) -> None:
+    """Partial sums of 4 rows x cols columns over n super-blocks, 16 of each. Rows beyond the last are computed from the last one again."""
+    a, a_row, a_last, x, x_col, n, dst, dst_row = operands
     i32, i64, zero = ir.IntType(32), ir.IntType(64), int_constant(ir, 0)
     rows = [b.gep(a, [b.mul(a_row, b.select(b.icmp_signed("<", a_last, i64(r)), a_last, i64(r)))]) for r in range(ROWS)]
 
@@ -95,10 +98,14 @@ def _dots(b: Any, ir: Any, kind: Planes, operands: Any) -> None:
         for p in here:
             for line in range(0, kind.nbytes, 64):
                 prefetch(b, ir, b.gep(p, [i64(STREAM_AHEAD + line)]), 1)
-        x_here = b.gep(x, [b.mul(i, i64(X_BYTES))])
-        high, low = ([load(b, ir, b.gep(x_here, [i64(plane + BYTES * k)]), i32, LANES, 4) for k in range(4)] for plane in (0, X_LOW))
-        sums_of_x, scale = load_floats(b, ir, b.gep(x_here, [i64(X_SUMS)])), splat_at(b, ir, x_here, X_SCALE, ir.FloatType())
         factors, numbers = kind.factors(b, ir, here), [kind.numbers(b, ir, p) for p in here]
+        x_here = [b.gep(x, [b.add(b.mul(i, i64(X_BYTES)), b.mul(x_col, i64(c)))]) for c in range(cols)]
+        return [s for c, p in enumerate(x_here) for s in products(p, factors, numbers, acc[c * ROWS:(c + 1) * ROWS])]
+
+    def products(p: Any, factors: list[Any], numbers: list[list[list[Any]]], acc: list[Any]) -> list[Any]:
+        """Add a super-block of each row times the column's at p."""
+        high, low = ([load(b, ir, b.gep(p, [i64(plane + BYTES * k)]), i32, LANES, 4) for k in range(4)] for plane in (0, X_LOW))
+        sums_of_x, scale = load_floats(b, ir, b.gep(p, [i64(X_SUMS)])), splat_at(b, ir, p, X_SCALE, ir.FloatType())
         v = [b.fmul(f, sums_of_x) for f in factors]
         for k, lanes in enumerate(kind.lanes):
             t = [zero] * ROWS  # of all rows side by side: what waits for earlier products does not fill the CPU's queues
@@ -109,20 +116,20 @@ def _dots(b: Any, ir: Any, kind: Planes, operands: Any) -> None:
             v = [multiply_add(b, ir, b.sitofp(s, f.type), shuffle(b, ir, f, f, lanes), w) for s, w, f in zip(t, v, factors, strict=True)]
         return [multiply_add(b, ir, w, scale, s) for w, s in zip(v, acc, strict=True)]
 
-    for r, v in enumerate(loop(b, ir, n, [float_constant(ir, 0.0)] * ROWS, turn)):
-        store_floats(b, b.gep(dst, [b.mul(dst_row, i64(r))]), v)
+    for k, v in enumerate(loop(b, ir, n, [float_constant(ir, 0.0)] * (cols * ROWS), turn)):
+        store_floats(b, b.gep(dst, [b.add(b.mul(dst_row, i64(k % ROWS)), i64(k // ROWS * ROWS * SUMS))]), v)
 
 
-def _tile(name: str, kind: Planes) -> Intrinsic:
+def _tile(name: str, kind: Planes, cols: int) -> Intrinsic:
     def build(b: Any, ir: Any, *operands: Any) -> None:
-        _dots(b, ir, kind, operands)
+        _dots(b, ir, kind, cols, operands)
 
-    build.__name__ = f"planes_{name}"
-    return Intrinsic("void(ptr, i64, i64, ptr, i64, ptr, i64)", build)
+    build.__name__ = f"planes_{name}_{cols}"
+    return Intrinsic("void(ptr, i64, i64, ptr, i64, i64, ptr, i64)", build)
 
 
-TILES: dict[str, Intrinsic] = {t: _tile(t, k) for t, k in PLANES.items()}
-"""The tile of a type: (a, bytes to the next row, last row, x, super-blocks, dst, bytes to the next row's)."""
+TILES: dict[tuple[str, int], Intrinsic] = {(t, c): _tile(t, k, c) for t, k in PLANES.items() for c in range(1, MAX_COLS + 1)}
+"""The tile of a type and a number of columns: (a, bytes to the next row, last row, x, bytes to the next column, super-blocks, dst, bytes to the next row's)."""
 
 
 # The kernel
@@ -132,19 +139,23 @@ def _not_planes(node: Node) -> str | None:
     a, _ = operands_of(node)
     if a.dtype.name not in PLANES:
         return f"a is {a.dtype.name}"
-    x = flat_operands(node)[2]
-    if x is None or x.ne[1] > 1:
-        return "more than one column"
-    return columns_refused(node)
+    return columns_refused(node, MOST_COLUMNS)
+
+
+def _flat(node: Node) -> list[Tensor | None]:
+    return flat_operands(node, MOST_COLUMNS)
 
 
 @helper
-def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _n: Any, _dst: Any, _dst_row: Any) -> None:
+def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n: Any, _dst: Any, _dst_row: Any) -> None:
     """A tile; bound to the type's."""
 
 
+COLS = 1  # bound
+
+
 def mul_mat_planes(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, partial sums of 16 rows of each stream."""
+    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, partial sums of COLS columns x 16 rows of each stream."""
     n_mb, sums, item = (a.ne1 + LANES - 1) // LANES, at(scratch, LANES * 4), i0
     while item < i1:
         batch, m0 = item // n_mb, item % n_mb * LANES
@@ -154,18 +165,26 @@ def mul_mat_planes(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1:
         x_p = matrix_address(x, out, i2, i3)
         for q in range(max(n, 1)):
             a_p, o_p = at(matrix_address(a, out, i2, i3), (m0 + q * LANES) * a.nb1), at(out.p, (m0 + q * LANES) * 4 + i2 * out.nb2 + i3 * out.nb3)
-            for r in range(0, m, between):
-                last = ROWS - 1 if n > 0 else min(ROWS, m - r) - 1
-                dots(at(a_p, r * a.nb1), step * a.nb1, last, x_p, a.ne0 // SUPER, at(sums, r * LANES * 4), sums_row)
-            for s in range(streams):
-                o = at(o_p, s * step * 4)
-                add_sums_16(o if m == LANES else scratch, at(sums, s * SUMS), 1)
-                if m < LANES:
-                    copy_bytes(o, scratch, m * 4)
+            for j in range(0, x.ne1, COLS):
+                first = min(j, x.ne1 - COLS)  # the last tile may compute columns again: they come out the same
+                for r in range(0, m, between):
+                    last = ROWS - 1 if n > 0 else min(ROWS, m - r) - 1
+                    dots(at(a_p, r * a.nb1), step * a.nb1, last, at(x_p, first * x.nb1), x.nb1, a.ne0 // SUPER, at(sums, r * LANES * 4), sums_row)
+                for k in range(streams * COLS):
+                    s, c = k % streams, k // streams
+                    o = at(o_p, s * step * 4 + (first + c) * out.nb1)
+                    add_sums_16(o if m == LANES else scratch, at(sums, (c * ROWS + s) * SUMS), 1)
+                    if m < LANES:
+                        copy_bytes(o, scratch, m * 4)
         item += max(n * ROWS, 1)
 
 
+def _binds(node: Node) -> dict[str, Any]:
+    a, cols = operands_of(node)[0].dtype.name, tile_columns(node, MOST_COLUMNS)
+    return {"dots": TILES[a, cols], "COLS": cols}
+
+
 OPTIONS: dict[str, Any] = {
-    "when": _not_planes, "rounds": True, "needs": {"avx512bw", "avx512vnni"}, "operands": flat_operands, "items": row_items, "chunk": row_chunk,
-    "shares": lambda _: SHARES, "before": lambda node: quantized(flat_operands(node)[2], QUANTIZERS[PLANES[operands_of(node)[0].dtype.name].group], X_BYTES),
-    "bind": lambda node: {"dots": TILES[operands_of(node)[0].dtype.name]}, "scratch": lambda _: LANES * 4 + ROWS * SUMS}
+    "when": _not_planes, "rounds": True, "needs": {"avx512bw", "avx512vnni"}, "operands": _flat, "items": lambda node: row_items(node, MOST_COLUMNS),
+    "chunk": row_chunk, "shares": lambda _: SHARES, "bind": _binds, "scratch": lambda _: LANES * 4 + MAX_COLS * ROWS * SUMS,
+    "before": lambda node: quantized(_flat(node)[2], QUANTIZERS[PLANES[operands_of(node)[0].dtype.name].group], X_BYTES)}
