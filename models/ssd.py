@@ -104,8 +104,11 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
 
     decay = name(_segments(name, cs, "segsum_masked"), "decay_masked")           # L: [Qj, Qi, H, W]
     cb = name(mul_mat(b, c), "CB")                                               # [Qj, Qi, G, W]
-    m = mul(reshape(decay, [q * q, h // g, g, w]), reshape(cb, [q * q, 1, g, w]))
-    m = name(reshape(m, [q, q, h, w]), "surrogate_attention_matrix")
+    if g == 1:
+        m = mul(decay, cb)
+    else:  # head h uses group h // (H/G), where MUL repeats cb's in turn
+        m = reshape(mul(reshape(decay, [q * q, h // g, g, w]), reshape(cb, [q * q, 1, g, w])), [q, q, h, w])
+    m = name(m, "surrogate_attention_matrix")
     y_intra = name(mul_mat(permute(dtx, 1, 2, 0, 3), m, precision=of_heads), "y_chunk")  # [P, Q, H, W]
 
     last = view(cs, [h, 1, w], [cs.nb[1], cs.nb[2]], (q - 1) * cs.nb[1])

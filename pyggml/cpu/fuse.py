@@ -271,14 +271,14 @@ def _flat_loop(ins: Sequence[Tensor], body: Sequence[str]) -> list[str]:
 
 
 class _Prefix(NamedTuple):
-    """Of a row of which a lower triangle keeps the first elements: how many, as source, and what sets v to the value of all others."""
+    """Of a row of which a lower triangle keeps the first elements: how many, as source, and what sets v of the others."""
 
     kept: str
     rest: list[str]
 
 
 def _kept_prefix(nodes: Sequence[Node], keys: Sequence[tuple[Any, ...]], ins: Sequence[Tensor], body: Sequence[str]) -> _Prefix | None:
-    """The prefix of rows along which a chain's TRI counts columns, if what comes after it in the chain reads nothing else."""
+    """The prefix of rows along which a chain's TRI counts columns, if what comes after it in the chain reads no value from before it."""
     choices = (k for k, n in enumerate(nodes) if n.op.name == "TRI" and n.op.pointwise and n.op.pointwise.select)  # else one that costs nothing stands for it
     k = next((k for k in choices if nodes[k].params["kind"] in ("lower", "lower_diag")), None)
     if k is None or _compute_kind(nodes[k]) != "f32":
@@ -286,7 +286,7 @@ def _kept_prefix(nodes: Sequence[Node], keys: Sequence[tuple[Any, ...]], ins: Se
     column, row = (keys.index(_key(t)) for t in operands(nodes[k])[1:])
     along = ins[column].nb == (ins[column].dtype.nbytes, 0, 0, 0) and ins[row].nb[0] == 0
     rest, others = body[k + 1:], {f"v{i}" for i in range(k)}  # of before the choice
-    if not along or any(name.startswith("x") or name in others for line in rest for name in re.findall(r"\b[vx]\d+\b", line)):
+    if not along or any(name in others for line in rest for name in re.findall(r"\bv\d+\b", line)):
         return None
     chosen, fill = body[k].partition(" = ")[0], re.findall(r"\bq\d+_f32\b", body[k])[-1]
     return _Prefix(f"np.int64(x{row}) + {int(nodes[k].params['kind'] == 'lower_diag')}", [f"{chosen} = {fill}", *rest])
@@ -309,7 +309,7 @@ def _row_loops(ins: Sequence[Tensor], body: Sequence[str], dims: Sequence[_Dim],
         loop = [f"for s in range(0, out.ne0, p{span}):", *(f"    {x}" for x in [*wrapped, f"for i in range(s, s + p{span}):", *(f"    {x}" for x in inner)])]
     elif prefix is not None:  # whole vectors of it
         loop = [f"n = min(({prefix.kept} + {LANES - 1}) // {LANES} * {LANES}, out.ne0)", "for i in range(n):", *(f"    {x}" for x in inner),
-                *prefix.rest, "for i in range(n, out.ne0):", "    store(o, i, v)"]
+                "for i in range(n, out.ne0):", *(f"    {x}" for x in [*each, *prefix.rest, "store(o, i, v)"])]
     else:
         loop = ["for i in range(out.ne0):", *(f"    {x}" for x in inner)]
     step = ["j1 += 1", "if j1 == out.ne1:", "    j1, j2 = 0, j2 + 1", "    if j2 == out.ne2:", "        j2, j3 = 0, j3 + 1"]
