@@ -170,7 +170,7 @@ def mamba2_layer(x: Tensor, weights: LayerWeights, conv: Tensor, ssm: Tensor, hp
     paper, in primitive ops, with as many nodes for any number of tokens) or "ssd-fused" (the same as one op, SSD_SCAN); one
     token per sequence takes the recurrence in all. `chunk`: tokens per chunk of the ssd forms, None (for ssd from the
     plan-memory limit of ssd.default_chunk, for ssd-fused as suits its kernel) or "none" (one chunk; for ssd-fused as large as
-    its kernel makes them). `precision`: of the products of both chunked forms, "f32" or "bf16". `ids` (i32 [n_seqs]):
+    its kernel makes them). `precision`: of the products of both chunked forms, "f32" or, where the CPU is faster with it, "bf16". `ids` (i32 [n_seqs]):
     conv and ssm are then pools of rows, and sequence s uses row ids[s]. `il`: the layer's number in names (default: that of
     the scope around, else 0). Source: Dao & Gu 2024 (Mamba-2), listing 1; llama.cpp's build_mamba2_layer.
 

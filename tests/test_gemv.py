@@ -127,6 +127,8 @@ def test_batches_of_b_are_columns_of_one_product(name: str) -> None:
     whole = mul_mat(a, pg.tensor(x))
     plan = open_backend("cpu").plan(Graph([whole]))
     assert plan.steps[-1].kernel.items == 3
+    many = open_backend("cpu").plan(Graph([mul_mat(a, pg.tensor([512, 1, 8]))]))
+    assert many.steps[-1].kernel.items == 3, str(many)
     got = pg.compute(whole, {}, threads=2)
     for i in range(4):
         assert np.array_equal(got[i].ravel(), pg.compute(mul_mat(a, pg.tensor(x[[i, i - 1], 0])), {}, threads=1)[0])

@@ -42,8 +42,9 @@ def _rows(times: Sequence[StepTimes], wall: float, key: Callable[[Step], str]) -
     for t in times:
         for step, seconds in zip(t.steps, t.seconds.tolist(), strict=True):
             found = sums.setdefault(key(step), [0.0, 0.0, 0.0, 0.0])
-            flops, calls = (0.0, 0) if step.prepares else (sum(n.op.cost_of(n).flops for n in step.nodes), t.n_runs)
-            for i, x in enumerate((seconds, flops * t.n_runs, step_bytes(step) * t.n_runs, calls)):
+            runs = 0 if step.prepares else t.n_runs  # what it prepares for counts
+            flops = sum(n.op.cost_of(n).flops for n in step.nodes)
+            for i, x in enumerate((seconds, flops * runs, step_bytes(step) * t.n_runs, runs)):
                 found[i] += x
     return [{"name": k, "calls": int(n), "seconds": s, "share": s / wall, "gflops": f / s / 1e9 if s > 0 else None, "gbps": b / s / 1e9 if s > 0 else None}
             for k, (s, f, b, n) in sums.items()]

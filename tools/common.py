@@ -114,7 +114,8 @@ def context_options(p: argparse.ArgumentParser, n_ctx: int = 4096) -> None:
     p.add_argument("--mamba2", type=form, default="auto", metavar="FORM", help="graph of the Mamba2 layers: auto, scan, ssd, ssd-fused, or a function of "
                    "yours as FILE.py:FUNCTION or MODULE:FUNCTION, with the signature of mamba2_layer (auto)")
     p.add_argument("--chunk", type=chunk, metavar="N|none", help="tokens per chunk of the ssd forms; none: one chunk (default: by a limit on plan memory)")
-    p.add_argument("--ssd-precision", type=precision, default="f32", metavar="P", help=f"precision of ssd and ssd-fused: {', '.join(SSD_PRECISIONS)} (f32)")
+    p.add_argument("--ssd-precision", type=precision, default="f32", metavar="P", help=f"precision of ssd and ssd-fused: {', '.join(SSD_PRECISIONS)}, "
+                   "which rounds where the CPU is faster with it (f32)")
     p.add_argument("-ctk", "--cache-type-k", choices=KV_TYPES, default="f16", metavar="TYPE", help=f"type of the K cache: {', '.join(KV_TYPES)} (f16)")
     p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default="f16", metavar="TYPE", help="type of the V cache (f16)")
     p.add_argument("--type-r", choices=FLOAT_TYPES, default="f32", metavar="TYPE", help="type of the conv states (f32)")

@@ -24,7 +24,7 @@ LN2_HI = np.float32(0.693145751953125)  # 15 bits, so that n * LN2_HI is exact f
 LN2_LO = np.float32(1.42860682030941723e-6)
 ROUND = np.float32(1.5 * 2.0 ** 23)  # x + ROUND holds x, rounded to a whole number, in its low bits
 EXP_MIN, EXP_MAX, EXP_LAST = np.float32(-104.0), np.float32(89.0), np.float32(88.722839)  # beyond the last, e^x is inf
-SIGMOID_MIN = np.float32(-86.0)  # from where on 1 + e^x is 1
+SIGMOID_MIN = np.float32(-86.0)  # 1 + e^x is 1 from far above it on; here half_pow2 still has its power
 E3, E4, E5, E6, E7 = (np.float32(c) for c in (0.166666672, 0.0416664891, 0.00833320711, 0.00139326649, 0.000199451009))
 L3, L4, L5, L6, L7, L8, L9, L10, L11 = (np.float32(c) for c in (
     0.333333135, -0.250000089, 0.200020716, -0.166679874, 0.14220354, -0.12406265, 0.118836425, -0.116699614, 0.0674885735))
@@ -237,7 +237,7 @@ def sigmoid(x: Any) -> Any:
 
 @helper
 def silu(x: Any) -> Any:
-    """x sigmoid(x); 0 at -inf."""
+    """x sigmoid(x); 0 from -88.73 down, as there e^-x is inf."""
     return over_one_plus_exp(x, -x)
 
 

@@ -39,8 +39,7 @@ def row_address(t: Any, r: Any) -> Any:
 
 @helper
 def matrix_address(t: Any, out: Any, i2: Any, i3: Any) -> Any:
-    """First element of the matrix of t that goes into matrix (i2, i3) of out: where t has fewer in a dim, into several neighbours. Kernels of a
-    single column write this out: the call takes 1 to 2 % of such an item."""
+    """First element of the matrix of t that goes into matrix (i2, i3) of out: where t has fewer in a dim, into several neighbours."""
     return at(t.p, i2 // (out.ne2 // t.ne2) * t.nb2 + i3 // (out.ne3 // t.ne3) * t.nb3)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pyggml.cpu.vector import LANES, concat, halves_to_floats, int_constant, load, load_bytes, shuffle
 from pyggml.quants.units_cpu import at_byte, byte_ints, half_splat, int_floats
 
-ROWS = 4  # unpacked together
+ROWS = 4  # unpacked together, those of a tile
 BYTES = 64  # of a vector
 PLACES = {32: (8, 64, 128, 16, 32), 16: (64, 16, 32, 128, 8)}
 """Where activations stand, by the size of groups: 8 numbers of a super-block from number 8 i on stand at the sum of these over the bits of i."""

@@ -28,7 +28,7 @@ def mul_mat(a: Tensor, b: Tensor, *, precision: str | None = None) -> Spec:
     0. With quantized weights a backend may round b to 16 bits for each 256 values, and of many columns both sides to bfloat16, where
     its CPU multiplies that faster (`prec="f32"` keeps it from it); infinities may then become NaN. A column of the result has the same
     bits whatever the other columns and the number of threads are, one of up to 16 columns and one of more than 64; those between are as
-    one or the other, by type and CPU. With quantized weights a column alone may differ from one of several.
+    one or the other, by type and CPU. With quantized weights one of up to 4 columns, or alone, may differ from one of more.
     `precision`: "bf16" lets a backend round float32 factors to bfloat16 too, where its CPU multiplies that faster.
     Source: ggml_mul_mat; ggml_mul_mat_set_prec.
 

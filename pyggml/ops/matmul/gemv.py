@@ -127,8 +127,8 @@ def prefetch_level(cols: int) -> int:
 
 @helper
 def stream_items(first: Any, n: Any, n_rows: Any) -> Any:
-    """Items of each of ROWS streams: a quarter of those that are whole among n items from item `first` of n_rows rows on. One column is
-    multiplied with a row of each stream at a time, as memory is read fastest at some places far from each other."""
+    """Items of each of ROWS streams: a quarter of those that are whole among n items from item `first` of n_rows rows on. Few
+    columns are multiplied with a row of each stream at a time, as memory is read fastest at some places far from each other."""
     return min(n, n_rows // LANES - first) // ROWS
 
 
@@ -166,11 +166,12 @@ def flat_operands(node: Node, most: int = MAX_N) -> list[Tensor | None]:
     return [node.out, a, b] if flat is None or out is None else [out, a, flat]
 
 
-def columns_refused(node: Node, most: int = MAX_N) -> str | None:
-    """Why products of few columns do not take b."""
-    _, b = operands_of(node)
-    if b.ne[1] > most:
-        return f"{b.ne[1]} columns, more than {most}"
+def columns_refused(node: Node, most: int = MAX_N, *, together: bool = False) -> str | None:
+    """Why products of few columns do not take b. `together`: columns of all its batches count where they meet one matrix, which is then read once."""
+    a, b = operands_of(node)
+    n = b.n_rows if together and a.ne[2] * a.ne[3] == 1 else b.ne[1]
+    if n > most:
+        return f"{n} columns, more than {most}"
     return "the columns of b are not float32 without gaps" if b.dtype is not F32 or b.nb[0] != 4 else None
 
 
@@ -199,9 +200,9 @@ def row_chunk(node: Node) -> int:
     return CHUNK_BYTES // (LANES * a.dtype.row_bytes(a.ne[0]))
 
 
-def tile_columns(node: Node, most: int = MAX_N) -> int:
+def tile_columns(node: Node) -> int:
     """Columns of a tile: of as few tiles as possible, all alike."""
-    out = flat_operands(node, most)[0]
+    out = flat_operands(node)[0]
     assert out is not None
     return -(-out.ne[1] // -(-out.ne[1] // MAX_COLS))
 

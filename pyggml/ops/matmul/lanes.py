@@ -1,5 +1,6 @@
-"""MUL_MAT of two and more columns with quantized weights in whole numbers, 16 rows side by side (pyggml.quants.lanes_cpu): weights are read and
-unpacked once for all columns, and a column costs one instruction for each 32 weights and few more for each group of them.
+"""MUL_MAT of two and more columns (more than planes.py takes) with quantized weights in whole numbers, 16 rows side by side
+(pyggml.quants.lanes_cpu): weights are read and unpacked once for all columns, and a column costs one instruction for each 32 weights and
+few more for each group of them.
 
 Columns are rounded as pyggml.ops.matmul.words has it: x = sx q for each 256 values. A block of X_BYTES holds 256 q (i16), of each four
 neighbours the two in the middle exchanged; at X_LESS32 the negative sums of q over each 32 (i32), at X_LESS16 those over each 16, at X_SCALE
@@ -188,7 +189,7 @@ def _not_lanes(node: Node) -> str | None:
     x = _flat(node)[2]
     if x is not None and x.ne[1] == 1:
         return "one column, for which kernels of a few rows at a time read memory faster"
-    return columns_refused(node, most_columns())
+    return columns_refused(node, most_columns(), together=True)
 
 
 @helper

@@ -1,7 +1,7 @@
 """MUL_MAT of many columns in bfloat16 (pyggml.cpu.tiles), for weights that are stored with at most 11 bits of precision.
 
 `pack_tokens` brings b to tiles once for all products that read it. An item of `mul_mat_panels` is a block of rows of a and of
-tokens: it turns a panel of a, P_ROWS rows x P_K values, into tiles in scratch and multiplies it with all tokens of the block.
+tokens: it turns a panel of a, as many rows and values of k as NARROW or WIDE says, into tiles in scratch and multiplies it with all tokens of the block.
 So a weight is dequantized once per P_TOKENS tokens.
 
 Planes (see tiles): quantized weights are rounded once, as are the tokens; bf16 weights are exact and meet two planes of
@@ -17,6 +17,7 @@ from pyggml.cpu.rows import loader, matrix_address
 from pyggml.cpu.simd import F0, at, copy_bytes, helper, intrinsic, st_f32, zero_bytes
 from pyggml.cpu.tiles import (
     BLOCK,
+    BY_TILES,
     FASTER_ON,
     TILE,
     TILE_K,
@@ -274,4 +275,4 @@ def mul_mat_panels(out: Any, a: Any, b: Any, tokens: Any, mb: Any, nb: Any, kb: 
 _OPTIONS: dict[str, Any] = {"items": _items, "chunk": lambda _: 1, "params": _blocks, "bind": _binds, "scratch": _scratch, "before": _prepare}
 for features in FASTER_ON:
     kernel("MUL_MAT", "cpu", when=_rounded, needs=features, rounds=True, **_OPTIONS)(mul_mat_panels)
-kernel("MUL_MAT", "cpu", when=_split, needs={"avx512bf16", "amx-bf16"}, **_OPTIONS)(mul_mat_panels)
+kernel("MUL_MAT", "cpu", when=_split, needs=BY_TILES, **_OPTIONS)(mul_mat_panels)

@@ -28,7 +28,6 @@ from pyggml.ops.matmul.gemv import (
     row_chunk,
     row_items,
     stream_items,
-    tile_columns,
     tile_layout,
 )
 from pyggml.ops.matmul.words import quantize, quantized
@@ -139,7 +138,7 @@ def _not_planes(node: Node) -> str | None:
     a, _ = operands_of(node)
     if a.dtype.name not in PLANES:
         return f"a is {a.dtype.name}"
-    return columns_refused(node, MOST_COLUMNS)
+    return columns_refused(node, MOST_COLUMNS, together=True)
 
 
 def _flat(node: Node) -> list[Tensor | None]:
@@ -148,14 +147,12 @@ def _flat(node: Node) -> list[Tensor | None]:
 
 @helper
 def dots(_a: Any, _a_row: Any, _a_last: Any, _x: Any, _x_col: Any, _n: Any, _dst: Any, _dst_row: Any) -> None:
-    """A tile; bound to the type's."""
+    """A tile; bound to the type's of as many columns."""
 
-
-COLS = 1  # bound
 
 
 def mul_mat_planes(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1: Any) -> None:
-    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, partial sums of COLS columns x 16 rows of each stream."""
+    """Items [i0, i1), 16 rows each, rows fastest. Scratch: 16 sums, partial sums of each column x 16 rows of each stream."""
     n_mb, sums, item = (a.ne1 + LANES - 1) // LANES, at(scratch, LANES * 4), i0
     while item < i1:
         batch, m0 = item // n_mb, item % n_mb * LANES
@@ -165,23 +162,22 @@ def mul_mat_planes(out: Any, a: Any, _b: Any, x: Any, scratch: Any, i0: Any, i1:
         x_p = matrix_address(x, out, i2, i3)
         for q in range(max(n, 1)):
             a_p, o_p = at(matrix_address(a, out, i2, i3), (m0 + q * LANES) * a.nb1), at(out.p, (m0 + q * LANES) * 4 + i2 * out.nb2 + i3 * out.nb3)
-            for j in range(0, x.ne1, COLS):
-                first = min(j, x.ne1 - COLS)  # the last tile may compute columns again: they come out the same
-                for r in range(0, m, between):
-                    last = ROWS - 1 if n > 0 else min(ROWS, m - r) - 1
-                    dots(at(a_p, r * a.nb1), step * a.nb1, last, at(x_p, first * x.nb1), x.nb1, a.ne0 // SUPER, at(sums, r * LANES * 4), sums_row)
-                for k in range(streams * COLS):
-                    s, c = k % streams, k // streams
-                    o = at(o_p, s * step * 4 + (first + c) * out.nb1)
-                    add_sums_16(o if m == LANES else scratch, at(sums, (c * ROWS + s) * SUMS), 1)
-                    if m < LANES:
-                        copy_bytes(o, scratch, m * 4)
+            for r in range(0, m, between):
+                last = ROWS - 1 if n > 0 else min(ROWS, m - r) - 1
+                dots(at(a_p, r * a.nb1), step * a.nb1, last, x_p, x.nb1, a.ne0 // SUPER, at(sums, r * LANES * 4), sums_row)
+            for k in range(streams * x.ne1):
+                s, c = k % streams, k // streams
+                o = at(o_p, s * step * 4 + c * out.nb1)
+                add_sums_16(o if m == LANES else scratch, at(sums, (c * ROWS + s) * SUMS), 1)
+                if m < LANES:
+                    copy_bytes(o, scratch, m * 4)
         item += max(n * ROWS, 1)
 
 
 def _binds(node: Node) -> dict[str, Any]:
-    a, cols = operands_of(node)[0].dtype.name, tile_columns(node, MOST_COLUMNS)
-    return {"dots": TILES[a, cols], "COLS": cols}
+    x = _flat(node)[2]
+    assert x is not None
+    return {"dots": TILES[operands_of(node)[0].dtype.name, x.ne[1]]}
 
 
 OPTIONS: dict[str, Any] = {

@@ -433,7 +433,7 @@ def _not_bf16(node: Node) -> str | None:
 
 _OPTIONS: dict[str, Any] = {"items": _items, "chunk": lambda node: 1, "params": _chunk_and_heads, "status": True}
 _ROUNDED: dict[str, Any] = {**_OPTIONS, "when": _not_bf16, "rounds": True, "scratch": functools.partial(_scratch, word=2)}
-# The first serves bf16 too where the CPU has no products of bfloat16, or the backend's prec is f32.
+# The first serves bf16 too where the CPU has no fast products of bfloat16, or the backend's prec is f32.
 kernel("SSD_SCAN", "cpu", scratch=functools.partial(_scratch, word=1), **_OPTIONS)(ssd_scan_chunks)
 kernel("SSD_SCAN", "cpu", needs=BY_VECTORS, bind=lambda node: _BF16, **_ROUNDED)(ssd_scan_chunks)
 kernel("SSD_SCAN", "cpu", needs=BY_TILES, bind=lambda node: _IN_TILES, **_ROUNDED)(ssd_scan_chunks)

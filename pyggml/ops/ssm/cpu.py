@@ -2,7 +2,7 @@
 
 SSM_CONV: an item is a block of channels and times. Where channels are innermost in sx, as models have it, 16 of them go through the
 block's times with their window in registers. Where time is innermost, each channel's outputs are computed along time into
-scratch and turned to channel order 16 x 16. For few tokens and elsewhere the loop runs over channels. Sums run over the window
+scratch and turned to channel order 16 x 16. Elsewhere, and for few tokens of those, the loop runs over channels. Sums run over the window
 in order in all, so they give the same bits.
 
 SSM_SCAN: an item is one head of one sequence. Its state stays in cache in the output's own memory while the loop runs
@@ -271,7 +271,7 @@ def _writes_pool(node: Node) -> bool:
 def _together(node: Node) -> int:
     """Heads of a sequence that are taken one after the other before the next sequence's: memory is slow where a thread goes back and forth between rows."""
     d_state, head_dim, n_head, _ = node.outputs[1].ne
-    return max(1, min(STRETCH // (4 * d_state * head_dim), n_head // 8))
+    return max(1, min(STRETCH // (4 * d_state * head_dim), n_head // 8)) if node.out.ne[2] < TOKENS else 1
 
 
 def _scan_chunk(node: Node) -> int:
@@ -290,7 +290,8 @@ def _scan_binds(node: Node) -> dict[str, Any]:
     s, _, _, _, b, c, _ = node.src
     assert s is not None and b is not None and c is not None
     whole = s.ne[0] % LANES == 0 and s.ne[1] % LANES == 0 and s.nb[:2] == (4, 4 * s.ne[0])
-    return {"POOL": _writes_pool(node), "HEADS": _together(node), "D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4,
+    return {"POOL": _writes_pool(node), "HEADS": _together(node) if _writes_pool(node) else 1,
+            "D_STATE": _padded(s.ne[0]), "IN_PLACE": whole and b.nb[0] == 4 and c.nb[0] == 4,
             "scan_16_rows": scan_padded if s.ne[0] % LANES else scan_once if node.out.ne[2] == 1 else scan_whole}
 
 
