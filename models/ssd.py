@@ -96,7 +96,7 @@ def ssd_graph(act: Tensor, dt: Tensor, a: Tensor, d: Tensor, state: Tensor, n_gr
         return t
 
     x, b, c = split_xbc(act, p, h, n_state, g, q, w)
-    b, c = permute(b, 0, 2, 1, 3), permute(c, 0, 2, 1, 3)                        # [N, Q, G, W]
+    b, c = (cont(permute(t, 0, 2, 1, 3)) for t in (b, c))                        # [N, Q, G, W]; every head reads them: without other rows between
     dt = reshape(dt, [h, q, w])
     dta = name(mul(dt, reshape(a, [h])), "dtA")                                  # [H, Q, W]
     cs = name(cumsum(dta, dim=1, type="f64"), "dtA_cumsum")
