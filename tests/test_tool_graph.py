@@ -70,13 +70,13 @@ def test_regions_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out = json.loads(graph(capsys, "-m", str(pg.models.demo_path()), "--compare", "ssd", "-ub", "512", "--tokens", "512", "--json"))["detail"][0]
     listed = {g["ops"]: g["n"] for g in out["groups"]}
     region = next(ops for ops in listed if ops.startswith("strips("))
-    assert listed[region] == 5 and "SUB + TRI + EXP, MUL, MUL_MAT" in region and region.count("MUL_MAT") == 4
+    assert listed[region] == 5 and "SUB + TRI + EXP + MUL, MUL_MAT" in region and region.count("MUL_MAT") == 4
     assert out["n_groups"] == sum(listed.values()) and sum(r["n_steps"] for r in out["parts"]) == out["n_steps"]
     model = pg.load_model(pg.models.demo_path())
     plan = open_backend("cpu", threads=1).plan(model.graph(512, mamba2="ssd"))
     lines = str(plan).splitlines()
     first = next(i for i, line in enumerate(lines) if "strips[8 x 1]" in line)
-    assert lines[first + 2].split() == ["SUB+TRI+EXP", "sub+tri+exp[rows]", "->", "decay_masked-0"]
+    assert lines[first + 2].split() == ["SUB+TRI+EXP+MUL", "sub+tri+exp+mul[rows]", "->", "surrogate_attention_matrix-0"]
 
 
 def test_every_part_is_where_it_should_be(tmp_path: Path) -> None:
